@@ -173,8 +173,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def provoked(folder: Path) -> Iterator[str]:
-    """Messages, each after the name of the function that provokes it. Paths and hashes, which
-    differ in each run, are replaced."""
+    """Messages, each preceded by the name of its case. Paths and hashes, which differ in each run,
+    are replaced."""
 
     def message(provoke: Callable[[], Any]) -> str:
         with pytest.raises((ValueError, ConstraintError)) as caught:

@@ -1,7 +1,7 @@
 """Shapes for tests: every combination of a forward's options, and a strategy over all of them.
 
 `COMBINATIONS` lists every combination of norms, residuals, heads and rotary positions; `shapes` is
-the hypothesis strategy, which covers the other options as well. Both give overrides of
+the hypothesis strategy, which covers the other options as well. Each shape is a set of overrides of
 `tiny_config`.
 """
 
@@ -32,7 +32,7 @@ ORDERS: Mapping[str, Mapping[str, Any]] = {
     "parallel": {"norm_position": "pre", "residual": "parallel"},
     "post": {"norm_position": "post", "residual": "sequential"},
 }
-"""All orders of norms, sublayers and sums in a block."""
+"""All orders of norms, sublayers and residual sums in a block."""
 
 CHOICES: tuple[list[Any], ...] = (
     [*ORDERS], [False, True], [False, True], [False, True], [6, 16], [*SCALINGS],
@@ -68,14 +68,14 @@ PARTS: dict[str, Mapping[str, Any]] = {
     "backout": {"backout": True},
     "softcap": {"logit_softcap": 5.0},
 }
-"""Each part of nanochat's shape alone, for the three layers of `tiny_config`."""
+"""Each option that nanochat's models add, alone, for the three layers of `tiny_config`."""
 
 
 TOGETHER: dict[str, Any] = {
     "embedding_norm": True, "smear": True, "windows": (5, None), "residual_mix": True,
     "backout": True, "logit_softcap": 4.0,
 }  # fmt: skip
-"""Every part at once, for two layers."""
+"""All of these options at once, for two layers."""
 
 
 @st.composite

@@ -126,7 +126,8 @@ def test_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
 
 
 def test_each_prompt_draws_a_seed_that_repeats_its_tokens(llm: LLM) -> None:
-    """Two texts of 12 tokens, drawn nearly uniformly from 257 ids, are not equal by chance."""
+    """Tokens are drawn nearly uniformly from 257 ids, so two texts of 12 tokens are practically
+    never equal by chance."""
     hot = SamplingParams(max_tokens=12, temperature=100.0)
     found = llm.generate(["import"] * 2, hot, ignore_eos=True, n=2)
     assert len({one.seed for one in found}) == 2, "choices of a prompt share its seed"

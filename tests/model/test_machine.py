@@ -1,4 +1,4 @@
-"""Machine: rates follow from the measured times, and the fastest measurement counts."""
+"""Machine: rates are computed from the measured times, and the fastest run determines the rate."""
 
 import math
 from collections.abc import Callable

@@ -240,8 +240,8 @@ def bits(server: Serving, model: str) -> list[bytes]:
 def test_bits_are_those_of_a_model_alone(
     paths: dict[str, Path], kernels: str, bundled: bool, threads: int
 ) -> None:
-    """While one model answers, the other one runs its steps in between. The native decoder covers
-    the bundled model, but not the other one, whose heads are narrow."""
+    """While one model answers, the other one runs steps between its steps. The native decoder
+    covers the bundled model, but not the other one, whose heads are narrow."""
     settings: dict[str, Any] = {"slots": 4, "threads": threads, "dtype": "float32"}
     one = BUNDLED_CHECKPOINT if bundled else paths["small"]
     with serving({"one": one}, kernels=kernels, **settings) as server:

@@ -58,8 +58,8 @@ def new_cache(gpt: GPT, slots: int = 4) -> KVCache:
 def prefill(
     gpt: GPT, cache: KVCache, slot: int, ids: Tensor, start: int, end: int, *, at_once: bool = False
 ) -> Tensor:
-    """Compute positions [start, end) of ids (T,) in whole blocks; return their logits (end - start,
-    V)."""
+    """Compute positions [start, end) of ids (T,). Returns their logits (end - start, V). The ids
+    are padded to whole blocks."""
     padding = -(end - start) % BLOCK
     chunk = torch.cat((ids[start:end], torch.zeros(padding, dtype=ids.dtype)))
     positions = torch.arange(start, end + padding).clamp(max=gpt.config.context_length - 1)

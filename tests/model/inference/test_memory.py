@@ -193,8 +193,8 @@ AMOUNTS: st.SearchStrategy[MemorySize | None] = st.one_of(
 def test_shares_fit_together(
     shapes: list[Shape], amount: MemorySize | None, count: int, memory: Available, gpu: bool
 ) -> None:
-    """All weights and slots fit into free memory and into the given amount, and no model's part has
-    room for another slot."""
+    """All weights and slots fit into free memory, and the slots fit into the given amount. If the
+    amount is in bytes, each model has as many slots as its equal part allows, up to MAX_SLOTS."""
     budget = SlotBudget(None if amount is not None else count, amount)
     try:
         slots = divide_slots(shapes, budget, memory, gpu=gpu)
@@ -223,7 +223,7 @@ def test_default_slots_take_a_quarter_after_all_weights(
     shapes: list[Shape], memory: Available, gpu: bool
 ) -> None:
     """A quarter of the memory that the weights leave free is divided equally among the models. A
-    model whose part has no room for a slot still gets one slot if all weights and slots fit into
+    model whose part is smaller than a slot still gets one slot if all weights and slots fit into
     free memory."""
     try:
         slots = divide_slots(shapes, SlotBudget(), memory, gpu=gpu)

@@ -59,8 +59,8 @@ def test_draw_is_an_inverted_cumulated_mass() -> None:
 
 
 def test_penalties_equal_numbers_by_hand() -> None:
-    """The prompt is 0 3 and the completion is 1 1 2. Bias and bans come first, then the three
-    penalties in order."""
+    """The prompt has the ids 0 and 3, and the completion has the ids 1, 1 and 2. Bias and bans are
+    applied first, then the three penalties in order."""
     tokens, logits = [0, 3, 1, 1, 2], [4.0, -2.0, 6.0, -8.0, 1.0, 5.0]
 
     def row(**fields: Any) -> list[float]:

@@ -18,7 +18,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .,"
 
 
 def source(kind: str, folder: Path, seed: int = 1) -> tuple[Path, str]:
-    """The state dict of a class with its vocabulary, and the class as --code names it."""
+    """Write the code of a class, and its state dict with its vocabulary. Returns the path of the
+    state dict, and the class as --code names it."""
     shutil.copy(classes.__file__, folder / "owner.py")
     settings = {"vocab_size": VOCABULARY, "block_size": CONTEXT}
     state = {"model": made(kind, seed).state_dict(), "config": settings}

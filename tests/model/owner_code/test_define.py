@@ -34,7 +34,7 @@ def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(folder: Path, files: Mapping[str, str], expression: str = "Model", **said: Any) -> Any:
-    """The `layer` of the model that the first file defines."""
+    """Write the files, and build the model that the first file defines. Returns its `layer`."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

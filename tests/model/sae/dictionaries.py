@@ -45,8 +45,8 @@ def features_by_hand(autoencoder: Autoencoder, x: Tensor) -> Tensor:
 def write_random_autoencoder(
     path: Path, *, hook: str, width: int, features: int, sha256: str = "other"
 ) -> Autoencoder:
-    """Write the folder of a random TopK autoencoder. Each feature has two examples, of the bytes
-    "abc"; feature 7 is dead."""
+    """Write the folder of a random TopK autoencoder. Each feature has two examples, both with the
+    bytes "abc"; feature 7 is dead."""
     autoencoder = random_autoencoder(width, features)
     ids = np.full((features, 2, 4), -1, dtype=np.int32)
     ids[:, :, 1:] = 97 + np.arange(3)

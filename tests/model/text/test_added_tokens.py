@@ -23,7 +23,8 @@ UNKNOWN = 0
 
 
 def theirs(tokens: Mapping[str, tuple[bool, bool, Sequence[str]]], text: str) -> list[int | None]:
-    """The ids that the `tokenizers` library gives; None for text that is not an added token."""
+    """The ids that the `tokenizers` library assigns to the text; None for text outside added
+    tokens."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": UNKNOWN}, unk_token="?"))
     for content, (special, normalized, flags) in tokens.items():
         token = tokenizers.AddedToken(

@@ -217,7 +217,7 @@ LOOKING = {
 
 
 def source_of(form: str) -> str:
-    """A template that applies a form to each message's text and ends with "<a>"."""
+    """A template that writes the expression of a form for each message, then "<a>"."""
     forms = TEMPLATES | LOOKING | LOST
     return "{% for m in messages %}{% set text = m.content %}" + forms[form] + "{% endfor %}<a>"
 

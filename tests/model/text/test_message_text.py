@@ -1,4 +1,5 @@
-"""Message text: its methods act like the methods of `str`, and `str.join` sees surrogates."""
+"""Message text: its methods return what the methods of `str` return for the plain text, but plain
+strings made from it contain surrogates."""
 
 from collections.abc import Callable
 from typing import Any

@@ -38,7 +38,7 @@ MERGES = (
     *(b"\xe2\x82", b"\x82\xac", b"\xf0\x9f", b"\xf0\x9f\x98", b"\x98\x80", b"t\xc3", b"\xa9 "),
     *(b"\xe2\x82\xac", b"\xc3\xa9"),
 )
-"""Tokens ordered by rank, which follow the 256 single bytes. Each joins two earlier tokens."""
+"""Tokens in order of rank, after the 256 single bytes. Each joins two earlier tokens."""
 
 RANKS = {bytes([byte]): byte for byte in range(256)} | {
     token: 256 + index for index, token in enumerate(MERGES)

@@ -45,7 +45,7 @@ from tests.model.conftest import Configure, story
 
 
 def _hash(value: Any) -> str:
-    """A hash of a value that may be nested: of all its tensors, keys and other parts."""
+    """A hash of a value, including all nested tensors, keys and other values."""
     digest = hashlib.sha256()
 
     def feed(part: Any) -> None:
@@ -357,8 +357,8 @@ def test_minutes_end_a_run(configure: Configure) -> None:
 
 @pytest.fixture
 def tick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock for the trainer and the recorder that advances only with each step. The first number
-    is the time, and the second number is the duration of a step; both are in seconds."""
+    """A clock for the trainer and the recorder that advances only with each step. Returns a list of
+    the time and the duration of a step, both in seconds."""
     now, step = [1000.0, 1.0], Trainer._step
 
     def timed(self: Trainer) -> None:

@@ -77,7 +77,7 @@ class Stream:
         return events(self.received)
 
     def broken_off(self) -> bool:
-        """True if the stream was broken off."""
+        """True if the connection failed before the stream ended."""
         self._thread.join(60)
         return self._error is not None
 

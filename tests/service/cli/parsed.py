@@ -11,7 +11,7 @@ SETTINGS: dict[str, type[CommandSettings]] = {str(each.name): each.settings for 
 
 
 def parsed(command: str, *words: str) -> Any:
-    """The settings of a command line. Raises ClickException."""
+    """The settings of a command line. Raises ClickException if it is refused."""
     settings = logitd.main([command, *words], "logitd", standalone_mode=False)
     assert isinstance(settings, SETTINGS[command])
     return settings
@@ -28,6 +28,6 @@ def context(command: click.Command) -> click.Context:
 
 
 def words_of(command: str) -> list[str]:
-    """All words of a command that begin with dashes."""
+    """Every spelling of every flag of a command."""
     flags = (param for param in parameters_of(command) if isinstance(param, click.Option))
     return [word for flag in flags for word in (*flag.opts, *flag.secondary_opts)]

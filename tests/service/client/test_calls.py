@@ -1,4 +1,5 @@
-"""Calls: the body of the request; any answer is either read or refused."""
+"""Calls: the body of a request is as expected, and any answer is either read or raises the client's
+own error."""
 
 import json
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Errors of the client: their classes, messages and copies."""
+"""Errors of the client: their classes and messages, and whether they can be copied and pickled."""
 
 import copy
 import json

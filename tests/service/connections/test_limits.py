@@ -120,8 +120,8 @@ def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
 
 
 def test_reader_of_a_reply_does_not_make_room(narrow: Serving) -> None:
-    """The reply is complete, so its connection has waited longest, but the client has not read all
-    of it."""
+    """The server has finished the reply, and its connection has been idle the longest. It is not
+    closed, because the client has not read all of the reply."""
     large = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
     with ExitStack() as stack:
         reading = stack.enter_context(narrow.connect(receive_buffer=4096))

@@ -322,7 +322,8 @@ def test_trailers_are_not_headers(server: Serving) -> None:
 def test_request_to_upgrade_is_answered_as_ordinary_http(
     server: Serving, protocol: str, also: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With `Connection: close`, a parser that is reused would ignore the request."""
+    """The server parses the request again without `Upgrade`, and for that it makes a new parser.
+    The first parser would ignore a second request after one with `Connection: close`."""
     headers = {
         "Connection": f"Upgrade, {also}",
         "Upgrade": protocol,

@@ -53,7 +53,8 @@ def finish(prompt_tokens: int) -> FinishEvent:
 
 
 def retry_after(gaps: Sequence[float], *, sequences: int) -> int:
-    """The delay that a full queue advises after its earlier sequences ended at these intervals."""
+    """The delay in seconds that a full queue suggests, if its earlier sequences ended at these
+    intervals, also in seconds."""
     clock = Clock()
     admission = controller(1, sequences - 1, clock=clock)
     for _ in range(sequences):
@@ -76,7 +77,7 @@ def test_admit_takes_all_requests_or_none() -> None:
 
 
 def test_held_sequences_count_while_texts_are_encoded() -> None:
-    """Held sequences occupy room in the queue until the block ends, and no longer."""
+    """Held sequences count in the queue until the block ends, and no longer."""
     admission = controller(1, 1)
     with admission.hold(2, "n"):
         assert admission.sequences == 2

@@ -57,7 +57,7 @@ async def test_step_delivers_the_tokens_of_all_sequences_together() -> None:
 
 
 async def test_tokens_wait_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers of first tokens and of the last step are woken at once."""
+    """Readers of first tokens and of the last step are woken immediately."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     monkeypatch.setattr("logitd.service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
     permits = threading.Semaphore(0)

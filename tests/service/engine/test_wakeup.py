@@ -90,7 +90,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_wake_delivers_items_of_the_thread(bench: Bench) -> None:
     """`put` alone does not wake the loop. If it did, the loop would occupy the interpreter while
-    the thread still prepares its next step."""
+    the thread is still preparing its next step."""
     bench.throttle.put(1, urgent=True)
     assert not bench.loop.woken
     bench.throttle.wake()
@@ -103,8 +103,8 @@ def test_wake_delivers_items_of_the_thread(bench: Bench) -> None:
 
 
 def test_pause_is_a_multiple_of_the_delivery(bench: Bench) -> None:
-    """Items that arrive during the pause are delivered at its end, even if the thread puts nothing
-    more."""
+    """Items that arrive during the pause are delivered at its end, even if no other item
+    follows."""
     bench.put(1)
     bench.loop.run()
     end = bench.loop.now + PAUSE_FACTOR * bench.cost

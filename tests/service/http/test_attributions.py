@@ -38,7 +38,7 @@ def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:
 
 
 def same(ours: float | None, theirs: float) -> None:
-    """Compare up to rounding, because the server may have a different number of threads than the
+    """Compare with a tolerance, because the server may have a different number of threads than the
     test."""
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 

@@ -61,8 +61,8 @@ def test_most_parts_limit_a_circuit(server: Serving) -> None:
 
 
 def test_verification_is_that_of_logits_with_interventions(server: Serving) -> None:
-    """The test sets all parts of every stage to their means. `test_find.py` tests the other
-    ablations."""
+    """The test compares the ablation of all parts, which sets every stage to its mean over
+    positions. `test_find.py` tests the other ablations."""
     found = circuit(server, share=0.5)
     stages = tensors(server, "/activations", positions="all", stages=list(STAGES))
     means = [

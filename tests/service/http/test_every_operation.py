@@ -227,8 +227,8 @@ RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "")
 
 
 def test_operation_is_one_file(checkpoint_path: Path) -> None:
-    """From this one file, the operation gets its route, refusals, deadline, choice of a model and
-    limits of a reply."""
+    """From this one file, the service derives the route of the operation, its refusals, its
+    deadline, its choice of a model and the limits on its replies."""
     app = create_app(serve_settings(checkpoint_path, max_reply_elements=100 * 64))
     app.router.routes[:0] = endpoint.router([RANK]).routes
     with serving_app(app) as running:

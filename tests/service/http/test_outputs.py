@@ -1,4 +1,4 @@
-"""Replies of arrays: the same numbers in every form and dtype, written in pieces, within a limit
+"""Replies with arrays: the same numbers in every form and dtype, written in pieces, within a limit
 shared by all replies."""
 
 import io

@@ -356,8 +356,8 @@ SERVED_ALONE: dict[str, list[Row]] = {
     "attributions": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
     "circuit": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
 }
-"""Rows that only a server refuses: fields that depend on how the reply is sent, and numbers that
-only a queue limits."""
+"""Rows that only a server refuses: fields that depend on how the reply is sent, and counts that
+only a server's queue limits."""
 NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [
     ("logits", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
     ("logits", {"top_k": 3}, "top_k", "cannot be used with top_k"),

@@ -1,4 +1,5 @@
-"""POST /score: compared with the model's plain forward pass, and with sums of its numbers."""
+"""POST /score: logprobs compared with the model's plain forward pass, and totals compared with sums
+of the logprobs."""
 
 import math
 from typing import Any

@@ -69,7 +69,7 @@ class _Jumps(selectors.DefaultSelector):
 
 
 class Ends:
-    """Counts the ends of a stream."""
+    """Counts how often a stream calls it at its end."""
 
     def __init__(self) -> None:
         self.count = 0

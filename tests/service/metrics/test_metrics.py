@@ -1,4 +1,5 @@
-"""Metrics: sums of known events, names by Prometheus' conventions, and closed sets of labels."""
+"""Metrics: values after known events, names by Prometheus' conventions, and closed sets of
+labels."""
 
 import platform
 import re

@@ -31,7 +31,8 @@ GOOD = Source("regex", "[a-z]+")
 
 
 class WatchedConstraints(Constraints):
-    """Constraints that record the tried sources and hold trials at a gate."""
+    """Constraints that record the source of each trial compilation, and start it only while a gate
+    is open."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -62,7 +62,8 @@ def server(run: Path) -> Iterator[Serving]:
 
 
 def test_step_answers_with_its_own_weights(server: Serving) -> None:
-    """The test requests more steps than fit into memory, in both directions."""
+    """The test requests more steps than fit into memory, in ascending and then in descending
+    order."""
     for step in (*STEPS, *reversed(STEPS)):
         assert check_reply(ask(server, step=step)) == step
     reply = ask(server)

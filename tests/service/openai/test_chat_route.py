@@ -47,7 +47,8 @@ def refusal(server: Serving, **fields: Any) -> ErrorDetail:
 
 
 def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
-    """A choice assembled from the chunks of a stream: the role first, the reason last."""
+    """A choice assembled from the chunks of a stream. The first chunk has the role, the last has
+    the finish reason."""
     parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
     first, *middle, last = parts
     assert first["delta"] == {"role": "assistant", "content": "", "refusal": None}

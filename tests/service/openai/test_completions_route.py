@@ -1,4 +1,4 @@
-"""POST /v1/completions: OpenAI's exact format, the values of /generate and of the model."""
+"""POST /v1/completions: OpenAI's exact format, with the values of /generate and of the model."""
 
 from collections.abc import Sequence
 from pathlib import Path

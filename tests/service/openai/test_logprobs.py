@@ -98,8 +98,8 @@ def grown(
     echo: bytes = b"",
     looks: tuple[int, ...] = (),
 ) -> tuple[str, list[PlacedToken]]:
-    """Text and tokens of a choice, read after the tokens with the indices `looks` and at the
-    end."""
+    """Text and tokens of a choice. Both are read after each token whose index is in `looks`, and
+    again at the end."""
     tokenizer = tokenizer or byte_tokenizer()
     one = Completion(tokenizer, index=0, prompt_index=0, stop=stop, params=PARAMS, echo=list(echo))
     shown = ShownTokens(prompt_tokens=len(echo))

@@ -1,5 +1,5 @@
 """A simulated late device: a stream that does its work, in order, only when a caller waits for it.
-So on a CPU too, a caller that reads a result without waiting gets a stale one."""
+So tests on a CPU, too, notice a caller that reads a result without waiting: the result is stale."""
 
 from collections import deque
 from collections.abc import Sequence

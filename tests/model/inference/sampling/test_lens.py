@@ -1,5 +1,5 @@
-"""Lens of rows of logits, against the definitions in `distribution.py` and an oracle in NumPy's
-float64."""
+"""The lens of rows of logits, compared with the definitions in `distribution.py` and with an oracle
+in NumPy's float64."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def divergence(own: npt.NDArray[Any], logits: npt.NDArray[Any]) -> float:
 
 
 def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -> None:
-    """Check all of a lens, row by row, against the definitions."""
+    """Check every number of each row's lens against its definition."""
     for read, row, own_row in zip(
         lens_of(logits, own, top_k, token_ids), logits.numpy(), own.numpy(), strict=True
     ):

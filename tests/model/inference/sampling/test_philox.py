@@ -45,8 +45,8 @@ def test_draw_is_53_bits_of_the_first_two_words() -> None:
 
 @pytest.mark.parametrize("along", ["seed", "position", "index"])
 def test_draws_are_uniform_along_each_argument(along: str) -> None:
-    """20,000 draws: mean, spread, the share of each tenth, and no correlation between successive
-    draws."""
+    """20,000 draws: their mean, their mean square, the fraction in each tenth of [0, 1), and no
+    correlation between successive draws."""
     place = {"seed": 5, "position": 7, "index": 0}
     draws = [uniform(**(place | {along: i})) for i in range(20_000)]
     assert abs(sum(draws) / 20_000 - 1 / 2) < 5 / math.sqrt(12 * 20_000)

@@ -128,8 +128,8 @@ class _Clock:
         self._now, self._looks, self._step_seconds = 0.0, 0, step_seconds
 
     def __call__(self) -> float:
-        """Return the time. A step takes place before the fourth reading, and before every third
-        reading after that."""
+        """Return the time. The clock advances by one step just before readings 4, 7, 10 and so
+        on."""
         self._looks += 1
         if self._looks > 1 and self._looks % 3 == 1:
             step = self._looks // 3

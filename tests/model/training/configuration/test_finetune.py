@@ -29,7 +29,8 @@ from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import _state, _train_until
 
 LINES, LINE = 300, "the quick foxes jump over it...\n"
-"""Lines of 32 bytes: with a token per byte, a window of 32 ends with a line."""
+"""The text has LINES lines of 32 bytes. With one token per byte, each window of 32 tokens in the
+held-out text is one line."""
 HELD_OUT = (LINES // 10 - 1) * len(LINE)
 
 Tune = Callable[..., TrainingConfig]
@@ -79,8 +80,8 @@ def evaluations(result: TrainingResult) -> dict[int, float]:
 
 
 def held_out(text: Path, path: Path) -> Path:
-    """Write the lines that the trainer holds out from one document: the last tenth of the
-    document."""
+    """Write the lines that the trainer holds out from the document: its last tenth without the
+    first line, because the split moves to the next end of a line."""
     path.write_bytes(text.read_bytes()[-HELD_OUT:])
     return path
 

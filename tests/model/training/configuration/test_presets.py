@@ -36,7 +36,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "batch_size": 4, "clip": 1.0,
     },
 }  # fmt: skip
-"""Values of the models that the presets follow; nanoGPT's values are given at the size of
+"""Settings of the published models that the presets follow. nanoGPT's model has the size of
 `tiny`."""
 
 

@@ -124,7 +124,7 @@ def _gpt(optimizer: str) -> GPT:
 
 
 def _placement(optimizer: str) -> Placement:
-    """bfloat16 for Muon, float32 for AdamW."""
+    """A placement on one CPU thread: bfloat16 for Muon, float32 for AdamW."""
     return Placement(CPU, torch.bfloat16 if optimizer == "muon" else torch.float32, 1)
 
 
@@ -225,9 +225,9 @@ def _goes_on_from_a_file(
     ranks: Ranks,
     path: Path,
 ) -> bool:
-    """True if a model with a loaded state continues like the model that saved it, and keeps no
-    memory of the file. One loaded number was once a view into the file, which kept the deleted
-    file's blocks on disk."""
+    """True if a model with a loaded state continues like the model that saved it. Asserts that the
+    file is not mapped into memory after loading. One loaded number was once a view into the file,
+    which kept the deleted file's blocks on disk."""
     save_state(
         path, gpt=gpt, optimizers=optimizers, average=average, counters=Counters(),
         environment=environment(_placement(optimizer)), reports={}, ranks=ranks,
@@ -252,7 +252,7 @@ def _goes_on_from_a_file(
 
 
 def _divide(rank: int, port: int, folder: Path) -> None:
-    """Run as one of three processes."""
+    """Train divided models as process `rank` of three, and save the results."""
     environment = _environment(rank, SIZE, port)
     torch.set_num_threads(1)
     with process_group(environment) as ranks:

@@ -68,8 +68,8 @@ def test_last_checkpoint_has_the_better_weights(
 ) -> None:
     """With a high constant learning rate, the last weights are worse than their average. With a
     tiny rate, at which the model still improves steadily, the last weights are better. The state
-    keeps the last weights in both cases. The checkpoint, which has tables instead of value maps,
-    gives the loss that the trainer measured."""
+    keeps the last weights in both cases. The checkpoint has tables instead of value maps, and still
+    has the loss that the trainer measured."""
     rates = {"matrix_lr": rate, "embedding_lr": rate, "head_lr": rate, "scalar_lr": rate}
     events: list[Event] = []
     config = configure(

@@ -44,7 +44,8 @@ def test_samples_take_a_small_share_of_the_minutes(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples once took 40 of 60 seconds on a busy machine. On the simulated clock a token takes a
-    second, so two percent of two minutes suffice for three tokens."""
+    second. A run of two minutes may spend two percent of them, 2.4 seconds, on samples, so it stops
+    after three tokens."""
     seconds = SimpleNamespace(monotonic=count(0.0).__next__)
     monkeypatch.setattr("logitd.model.training.recording.samples.time", seconds)
     texts = []

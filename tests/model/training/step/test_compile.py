@@ -151,8 +151,8 @@ def test_compiler_that_fails_in_one_process_leaves_all_eager(
 def test_resumed_run_keeps_the_decision_to_compile(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the second half decided anew, it would run eagerly and its bits would differ. A backend
-    that doubles the loss replaces the compiler, to make the difference large."""
+    """If the resumed half decided again whether to compile, it would run eagerly and its bits would
+    differ. A backend that doubles the loss replaces the compiler, to make the difference large."""
 
     def doubled(forward: Forward, notice: Any, peers: Any) -> Any:
         return lambda ids, targets: 2 * forward.loss(ids, targets)

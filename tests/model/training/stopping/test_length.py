@@ -59,10 +59,10 @@ class Simulated:
 def simulate(
     length: Length, recipe: Recipe, times: list[float], *, setup: float = 0.0, saving: float = 0.0
 ) -> Simulated:
-    """Simulate a run by the trainer's rules, with the given step times over and over. An evaluation
-    after every 20th step takes a fifth of the step's time. Saving before the first step takes
-    `saving` seconds. If steps have become slower by some factor, the last save is slower by the
-    same factor."""
+    """Simulate a run by the trainer's rules. The given step times are repeated as often as needed.
+    Every 20th step is followed by an evaluation that takes a fifth of that step's time. Saving
+    before the first step takes `saving` seconds. If steps have become slower by some factor, the
+    last save is slower by the same factor."""
     counters = Counters(seconds=setup, setup=setup).saved(saving)
     tasks, scales, expected = 0.2 * times[0] / 20, list[float](), list[tuple[float, float]]()
     while not length.is_over(counters):

@@ -14,7 +14,7 @@ from logitd.service.cli.main import run
 from tests.service.serving import Serving, serving
 
 SMALL = ("--threads=1", "--batches=1,3", "--prompt-tokens=20", "--rounds=1", "--kernels=torch")
-"""Flags for a run of a second."""
+"""Flags for a run that takes about a second."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +90,9 @@ def test_default_prompt_leaves_room_for_the_tokens(
 
 
 def test_rate_is_that_of_the_whole_batch() -> None:
-    """All streams run between 3 s, when the last one begins, and 7 s, when the first one ends. In
-    this time, 2 + 4 and 1 + 1 tokens arrive."""
+    """All streams run from 3 s, when the first tokens of the second stream arrive, to 7 s, when the
+    first stream ends. After 3 s and until 7 s, the first stream gets 2 + 4 tokens, and the second
+    gets 1 + 1."""
     early = [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 5), (5.0, 2), (7.0, 4)]
     late = [(0.0, 0), (3.0, 1), (4.0, 1), (6.0, 1), (8.0, 9)]
     assert whole_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)

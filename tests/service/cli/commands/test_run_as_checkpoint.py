@@ -1,4 +1,4 @@
-"""Runs in place of checkpoints: all commands that read a checkpoint use the best one."""
+"""Runs in place of checkpoints: every command that reads a checkpoint uses the run's best one."""
 
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def new_cache(gpt: GPT, slots: int = SLOTS, kept: KVCacheDType = "auto") -> KVCa
 
 
 def kept_in(kind: str) -> KVCacheDType:
-    """The dtype of keys and values for a kind of decoder."""
+    """The dtype in which a decoder of this kind stores keys and values."""
     return "int8" if kind.endswith("cells") else "auto"
 
 
@@ -126,8 +126,8 @@ def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> 
 
 
 def test_softcap_limits_logits_and_keeps_nan(library: ctypes.CDLL) -> None:
-    """Some logits are near 0 and some are near the limit. Several threads share the vocabulary,
-    whose size is not a multiple of the vector width."""
+    """Some logits are near 0 and some are near the limit. Two threads divide the vocabulary, whose
+    size is not a multiple of the vector width."""
     config = tiny_config(**COMBINED, vocab_size=9001, tied_head=False)
     gpt = tiny_gpt(config)
     hidden = torch.randn(3, 44, generator=torch.Generator().manual_seed(0))
@@ -169,8 +169,8 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """Batches of 1 to 32 rows cover products by streams, products by tiles, and the rows left over
-    from either."""
+    """Batches of 1 to 32 rows cover products with a stream of weight rows, products in tiles, and
+    the rows left over from whole tiles."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -360,8 +360,9 @@ def test_mixed_pass_has_the_bits_of_prompts_and_steps(
 def test_engine_computes_prompts_and_steps_in_one_pass(
     library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are the same even if a prompt chunk fills a step so that decoding sequences have
-    no room in it."""
+    """The tokens are the same as with separate passes. With chunks of 512 positions, a step may
+    have more rows than fit into one pass; then its prompts and its decoding sequences take separate
+    passes."""
     passes: list[int] = []
     mixed = NativeDecoder.mixed
 

@@ -33,8 +33,8 @@ def moved(weights: Tensor, offset: int) -> Tensor:
 def placed_matrix(
     weights: Tensor, kind: str, offset: int = 0, bias: Tensor | None = None
 ) -> Matrix:
-    """A matrix of this kind, which keeps its memory alive. The weights start `offset` elements into
-    that memory."""
+    """A Matrix of the given kind, which keeps its tensors alive. Its weights start `offset`
+    elements into their memory."""
     rows, width = weights.shape
     matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)
     matrix.alive = [bias]

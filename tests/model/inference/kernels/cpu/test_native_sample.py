@@ -1,7 +1,8 @@
-"""Native sampling against its twin: the same tokens.
+"""Native sampling compared with its twin: both sample the same tokens.
 
-The two add numbers in different orders, so an id within a rounding error of a filter's edge may be
-on either side of it. Then the token must be the twin's for a slightly wider or narrower filter.
+The two implementations add numbers in different orders, so an id within a rounding error of a
+filter's edge may be inside the filter in one and outside in the other. So a token may also be the
+one that the twin samples with a slightly wider or narrower filter.
 """
 
 import ctypes

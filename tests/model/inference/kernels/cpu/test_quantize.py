@@ -1,4 +1,5 @@
-"""Rounded matrices: accurate enough, packed for the kernels, and without a sum that overflows."""
+"""Rounded matrices: their accuracy, their packed form for the kernels, and sums that must not
+overflow."""
 
 import ctypes
 from typing import get_args

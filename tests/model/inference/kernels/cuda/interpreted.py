@@ -24,8 +24,8 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 LENGTHS = (3, 31, 20, 40, 7, 33)
-"""Positions in each slot: within one tile of keys, across several tiles, and at the edge of a
-tile."""
+"""Number of computed positions of each slot: within one tile of keys, across several tiles, and at
+the edge of a tile."""
 STEPS: dict[str, list[tuple[int, int]]] = {
     "one row": [(1, 0)],
     "several slots": [(slot, 0) for slot in (0, 1, 3)],

@@ -49,7 +49,7 @@ def test_kernels_fit_into_shared_memory(
 def launches(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, linked: bool
 ) -> Iterator[Launch]:
-    """The launches of steps of several sizes, which are not computed."""
+    """The kernel launches of forward steps of several sizes. They are recorded but not run."""
     found = list[Launch]()
     monkeypatch.setattr(
         forward.StepForward, "_launch",

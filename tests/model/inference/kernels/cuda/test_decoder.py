@@ -1,6 +1,7 @@
 """GraphDecoder against PlainDecoder on a CPU, without capturing CUDA graphs. Covers sizes, padding,
 slots, prompts whose tokens are rows of decode steps, and tokens read from the device.
-`test_kernels.py` checks the kernels; `python -m benchmarks.gpu` checks both on a GPU."""
+`test_kernels.py` checks the kernels; `python -m benchmarks.gpu` checks the decoder and the kernels
+on a GPU."""
 
 import math
 from dataclasses import replace
@@ -168,7 +169,7 @@ def test_tokens_are_sampled_from_the_decoded_logits(batch_invariant: bool) -> No
 
 
 def test_collecting_waits_for_one_step_and_launching_for_none() -> None:
-    """A row whose logits are not finite gets no token and does not affect other rows."""
+    """Row 1 never has finite logits. It gets no token, and does not affect row 0."""
     gpt, device, sampling = tiny_gpt(), LateDevice(), sampling_rows([GREEDY] * 2)
     cache = KVCache(gpt.config, 6, device=torch.device("cpu"), dtype=torch.float32)
     decoder, slots, prompts = LateDecoder(device, gpt, cache), [0, 4], ([1, 2, 3], [5, 6, 7])

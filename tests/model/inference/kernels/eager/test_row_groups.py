@@ -75,7 +75,8 @@ def test_every_family_has_groups(family: str) -> None:
 
 
 class Stepwise:
-    """A head that switches kernels at these numbers of rows."""
+    """A head that switches kernels at the given numbers of rows. If `by_place`, its results also
+    depend on the index of a row."""
 
     def __init__(self, *borders: int, by_place: bool = False) -> None:
         self.borders, self.by_place = borders, by_place
