@@ -145,8 +145,8 @@ class Attribution:
 
 
 def padded_length(task: AttributionTask, config: GPTConfig) -> int:
-    """Number of rows to compute: the number of tokens up to the position, rounded up to whole
-    blocks, but at most the context length."""
+    """Number of rows to compute: the number of tokens up to the task's position, rounded up to a
+    multiple of BLOCK, but at most the context length."""
     return min(-(-(task.position + 1) // BLOCK) * BLOCK, config.context_length)
 
 
