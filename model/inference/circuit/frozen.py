@@ -92,7 +92,7 @@ class Choice:
         return kept
 
     def leave_out(self, carried: Tensor) -> None:
-        """Add the amounts `carried` (G, ...) of parts that are left out to `left_out`."""
+        """Add to `left_out` the amounts `carried` (G, ...) by parts that are not chosen."""
         self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
 
     def keep_sublayer(

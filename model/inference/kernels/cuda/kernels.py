@@ -319,7 +319,7 @@ def product(
 
 @triton.jit
 def _repeated(x, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
-    """Rows (ROWS, B), repeated to a tile of BLOCK_M rows."""
+    """Rows (ROWS, B), repeated to fill a tile of BLOCK_M rows."""
     if BLOCK_M == ROWS:
         return x
     x = tl.broadcast_to(x[None, :, :], (BLOCK_M // ROWS, ROWS, CHUNK))
