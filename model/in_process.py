@@ -38,8 +38,8 @@ class GenerationError(Exception):
 
 
 class Operations:
-    """Runs operations of a checkpoint in an engine. Only one thread may use this object, but it may
-    switch between several generations while it reads them."""
+    """Runs operations on a checkpoint in an engine. Only one thread may use this object, but that
+    thread may switch between several generations while it reads them."""
 
     def __init__(self, engine: Engine, checkpoint: CheckpointInfo) -> None:
         self._engine = engine

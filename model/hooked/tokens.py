@@ -73,8 +73,8 @@ class Tokens:
         (B, T) marks padding; without a mask, the padding ids at the beginning of a row count as
         padding if `padding_side` is "left".
 
-        Raises InvalidRequest for an empty input, ids outside the vocabulary or a mask of another
-        shape, and ContextLengthExceeded.
+        Raises InvalidRequest for an empty input, for ids outside the vocabulary, and for a mask
+        whose shape differs from that of the ids. Also raises ContextLengthExceeded.
         """
         texts = [input] if isinstance(input, str) else input
         if isinstance(texts, list | tuple) and texts and isinstance(texts[0], str):

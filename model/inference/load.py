@@ -75,9 +75,9 @@ def load_model(
     frees (`keep_freed_memory`). The thread that computes must set the number of torch's threads
     (`use_threads`).
 
-    `log` gets a line for the chosen checkpoint of a run, and a line if native kernels are built.
-    Raises CheckpointError and KernelError. Also raises DeviceError, before it reads the weights, if
-    the weights and the `slots` do not fit into memory.
+    Calls `log` with a line of text for the chosen checkpoint of a run, before it runs the owner's
+    code, and if native kernels are built. Raises CheckpointError and KernelError. Also raises
+    DeviceError, before it reads the weights, if the weights and the `slots` do not fit into memory.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
@@ -200,8 +200,9 @@ def load_replacement(
     log: Callable[[str], None],
 ) -> Network:
     """Read another checkpoint of the served model, on the same device and in the same dtype. The
-    served weights stay in memory. `log` gets the size of the new weights before they are read.
-    Raises CheckpointError. Also raises DeviceError if the new weights do not fit into memory."""
+    served weights stay in memory. Calls `log` with a line of text about the size of the new weights
+    before they are read. Raises CheckpointError. Also raises DeviceError if the new weights do not
+    fit into memory."""
     checkpoint = read_checkpoint(path)
     if checkpoint.weights_sha256 != weights_sha256:
         raise CheckpointError(f"{path} was replaced while it was being loaded")

@@ -121,8 +121,8 @@ or in decode steps (`model/inference/engine/budget.py`)."""
 
 
 def parse_target_gap(text: str) -> TargetGap | None:
-    """Parse a gap: "4x" means four decode steps, "150ms" and "0.2s" are times, and "none" gives
-    None. Raises ValueError with the valid forms."""
+    """Parse a gap: "4x" means four decode steps, "150ms" and "0.2s" are times, and "none" means no
+    target (None). Raises ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None
@@ -141,8 +141,8 @@ def parse_target_gap(text: str) -> TargetGap | None:
 
 
 def parse_target_ttft(text: str) -> float | None:
-    """Parse the time until a first token, such as "500ms" or "2s"; "none" gives None. Raises
-    ValueError with the valid forms."""
+    """Parse the time until a first token, such as "500ms" or "2s"; "none" means no target (None).
+    Raises ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None

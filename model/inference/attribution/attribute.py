@@ -61,9 +61,9 @@ class Attributing:
 
 
 class _Prompt:
-    """A prompt and its task. It is separate from `Attributing`, because a generator that is a
-    method of `Attributing` would create a reference cycle. Then only the garbage collector would
-    free the tensors of a dropped attribution."""
+    """A prompt and its task. If the generator were a method of `Attributing`, the two would form a
+    reference cycle, and only the garbage collector would free the tensors of a dropped
+    attribution."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -170,7 +170,7 @@ class _Prompt:
         """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
         C) with respect to the stream that enters the first block. Empties `streams`. `direction` is
         the gradient of the target with respect to the final hidden state; None if the target is a
-        probe of a stage before it. With `stages`, keeps the gradients with respect to the task's
+        probe of an earlier stage. With `stages`, keeps the gradients with respect to the task's
         stages."""
         after = self._end(last, direction, keep=stages)
         gradient = after

@@ -37,8 +37,8 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 Watch = Callable[[int], AbstractContextManager[None]]
-"""Returns the context in which a block computes a given number of rows. The context may limit torch
-to fewer threads if `threads_keep_bits` is true."""
+"""For a number of rows, returns the context in which a block computes that many rows. The context
+may limit torch to one thread if `threads_keep_bits` is true for this number."""
 
 AnyTap = TypeVar("AnyTap", bound=Tap)
 

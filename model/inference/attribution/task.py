@@ -145,15 +145,16 @@ class Attribution:
 
 
 def padded_length(task: AttributionTask, config: GPTConfig) -> int:
-    """Number of rows to compute: the number of tokens up to the position, rounded up to whole
-    blocks, but at most the context length."""
+    """Number of rows to compute: the number of tokens up to the task's position, rounded up to a
+    multiple of BLOCK, but at most the context length."""
     return min(-(-(task.position + 1) // BLOCK) * BLOCK, config.context_length)
 
 
 def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
-    """Largest number of elements that an attribution keeps: the stream before each block, six more
-    tensors of that size (prompt, baseline, sum, gradients), two for `residual_mix` and two for
-    `backout`, the gradients of stages, and the values that autograd keeps for one block."""
+    """Largest number of elements that an attribution keeps: the stream before each block; six more
+    tensors of the size of a stream (for the prompt, the baseline, the sum and gradients), and two
+    more each for `residual_mix` and `backout`; the gradients with respect to stages; and the values
+    and gradients that autograd keeps for one block."""
     units = config.d_ff * (4 if config.activation == "swiglu" else 2)
     values = config.kv_width if config.value_embeddings else 0
     block = 6 * config.d_model + 6 * config.n_head * config.head_dim + units + 2 * values

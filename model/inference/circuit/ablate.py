@@ -57,8 +57,8 @@ class _Ablation:
 
 
 def _mask(chosen: Chosen, like: Tensor) -> Tensor:
-    """A mask (T, parts) of a sublayer's parts: true for the chosen parts. Its shape is that of
-    `like`."""
+    """A mask of a sublayer's parts, true for the chosen parts. `like` has the same shape (T,
+    parts)."""
     mask = torch.zeros_like(like, dtype=torch.bool)
     mask[chosen.positions, chosen.indices] = True
     return mask

@@ -118,8 +118,8 @@ class Graph:
         self._streams = torch.cat(streams)
 
     def _add_nodes(self, stage: str, head: int, chosen: Chosen, at: Tensor) -> range:
-        """Add a node for each chosen position of a head. `at` (M) holds the indices of these parts
-        in `chosen`. Returns the indices of the nodes."""
+        """Add a node for each position at which a head was chosen. `at` (M) holds the indices of
+        this head's entries in `chosen`. Returns the indices of the nodes."""
         first = len(self.nodes)
         places, carried = chosen.positions[at].tolist(), chosen.carried[:, at].T.tolist()
         for place, (values, attention) in zip(places, carried, strict=True):

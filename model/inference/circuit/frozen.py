@@ -92,7 +92,7 @@ class Choice:
         return kept
 
     def leave_out(self, carried: Tensor) -> None:
-        """Add the amounts `carried` (G, ...) of parts that are left out to `left_out`."""
+        """Add to `left_out` the amounts `carried` (G, ...) by parts that are not chosen."""
         self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
 
     def keep_sublayer(
@@ -198,8 +198,9 @@ class FrozenBlock:
         return scores.masked_fill(~visible, -math.inf).log_softmax(-1)
 
     def score_weights(self, of_heads: Tensor, logs: Tensor, rows: Tensor) -> Tensor:
-        """The weights w (H, n, T), which are the effects of the scores on the target, from the
-        gradient `of_heads` (n, H, D) and the logarithms `logs` of the attention weights."""
+        """The weights w (H, n, T): the effects of attention scores on the target. They are computed
+        from the gradient `of_heads` (n, H, D) and the logarithms `logs` (H, n, T) of the attention
+        weights."""
         v = self.v.repeat_interleave(self.group, dim=0)
         aligned = torch.einsum("nhd,hsd->hns", of_heads, v)
         means = self.log_probs(self.mean_q, self.mean_k, rows)
@@ -276,8 +277,8 @@ class FrozenBlock:
         return result
 
     def _of_queries_and_keys(self, effects: Tensor, rows: Tensor) -> Tensor:
-        """The gradient (H + K, T, D) with respect to queries and keys before norm and rotation,
-        from the effects (H, n, T) of the scores."""
+        """The gradient (H + K, T, D) with respect to queries and keys before norm and rotation. It
+        is computed from the effects (H, n, T) of the scores at the positions `rows`."""
         config, root = self.config, 2 * math.sqrt(self.config.head_dim)
         keys = (self.k + self.mean_k).repeat_interleave(self.group, dim=0)
         of_q, of_k = torch.zeros_like(self.q), (self.q + self.mean_q)[:, rows]

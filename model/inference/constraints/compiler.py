@@ -329,7 +329,7 @@ def _check_lark(text: str) -> None:
 
 
 def _readable(message: str) -> str:
-    """The compiler's message on one line, without excerpts of the source, advice or file names."""
+    """The compiler's message on one line, without advice, file names or excerpts of the source."""
     if message.startswith("NoExtensionBias"):
         return NOTHING_FOLLOWS
     if message.startswith("lexer error: too many "):

@@ -1,7 +1,7 @@
 """Heap: returns memory to the operating system after it was freed in many small pieces.
 
-glibc keeps freed memory, such as the memory of ended lexers, if it lies between pieces that are
-still in use. This module does nothing on systems without `malloc_trim` or `/proc`.
+glibc keeps freed memory, such as that of lexers, if it is between pieces that are still in use.
+This module does nothing on systems without `malloc_trim` or `/proc`.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ from pathlib import Path
 TRIM_BYTES = 2**25
 """Growth of the process, in bytes, that triggers a trim. A trim takes about 0.1 s per GiB."""
 ENDS = 64
-"""While other lexers are in use, the size of the process is checked each time this many lexers have
-ended."""
+"""While lexers are in use, the size of the process is checked only after this many others have been
+freed."""
 
 
 class Heap:

@@ -16,7 +16,7 @@ class TokenMatcher(Protocol):
     def allowed(self) -> Any:
         """Mask of the next token: read-only NumPy booleans (V,). At least one is true unless the
         matcher is complete. Raises ConstraintError if an incomplete text cannot continue. The first
-        call after each token may take time."""
+        call after each token may be slow."""
 
     def advance(self, token_id: int) -> None:
         """Append an allowed token. May raise ConstraintError if the incomplete text cannot

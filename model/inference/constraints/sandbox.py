@@ -39,9 +39,9 @@ MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
 """Stack size of a trial. It is smaller than the stack of a server's thread."""
 MEMORY_BYTES = 2**24
-"""Address space that a trial may add to its process. Ordinary sources need a tenth of it. For each
-sequence, the server needs as much memory as the trial. The limit also bounds the compile time of
-most sources, because slow ones need a lot of memory."""
+"""Address space that a trial may add to its process. Ordinary sources need a tenth of it. The
+server needs as much memory as the trial for each sequence with the constraint. The limit also
+bounds the compile time of most sources, because slow ones need a lot of memory."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24

@@ -7,21 +7,21 @@ decode step and multiplies few rows. If prompts then arrive faster than they are
 requests wait for them. So a chunk is never so short that a prompt takes more than MOST_DELAY times
 as long as in chunks of the maximum length.
 
-`target_ttft` is the time in which a first token should arrive, in addition to the time of its own
+`target_ttft` is the time within which a first token should arrive, not counting the time of its own
 prompt. If waiting prompts would miss it, steps become longer in proportion to the delay, up to
 STRETCH times the gap. The limit is higher while the waiting sequences outnumber the decoding ones.
 Otherwise a few streams with short steps would keep many prompts waiting.
 
 The cost of decoding is the median time of NEAREST recent steps that decoded similar numbers of
-rows. The cost of a unit of work is the median over the chunks of the last WINDOW steps that had
-any. So a single slow step changes neither. A step computes its chunks in one pass, whose work is
-the number of blocks in the chunks plus PASS_WORK. If one pass computed both the chunks and the
-decode rows, the cost of the chunks is the time by which the pass exceeded a step that only decodes.
-After PROBE such steps, a step without prompts measures the decode time again. A wrong cost changes
-the duration of steps but no bits (`model/inference/kernels/README.md`).
+rows. The cost of a unit of work is the median over the chunks of the last WINDOW steps with chunks.
+So a single slow step changes neither. A step computes its chunks in one pass, whose work is the
+number of blocks in the chunks plus PASS_WORK. If one pass computed both the chunks and the decode
+rows, the cost of the chunks is the time by which the pass exceeded a step that only decodes. After
+PROBE such steps, a step without prompts measures the decode time again. A wrong cost changes the
+duration of steps but no bits (`model/inference/kernels/README.md`).
 
-The budget has no clock and knows no sequences; its callers pass seconds and lengths. Outputs are
-limited by their elements (`scheduler.py`) and are not part of these costs.
+The budget has no clock and knows no sequences; its callers pass seconds and lengths. These costs do
+not include outputs, because the scheduler limits the number of their elements (`scheduler.py`).
 """
 
 import math

@@ -4,12 +4,12 @@ A caller should not hold all slots for long, because running sequences are never
 
 - If another caller sent a request in the last COMPANY_SECONDS, a caller leaves an eighth of the
   slots free.
-- Of its sequences that generate with interventions, a caller runs only as many as can compute in
-  one step. More of them would only occupy slots and wait.
+- Of its sequences that generate with interventions, a caller runs only as many as fit into one
+  step. More of them would only occupy slots and wait.
 - A sequence waits while another sequence of its request computes a prefix that it can copy.
 
-Callers take turns with the prompts of a step. The rules see sequences and slot counts; the
-scheduler decides and keeps all other state.
+In each step, callers take turns to have their prompts computed. The rules see sequences and slot
+counts; the scheduler decides and keeps all other state.
 """
 
 import math
@@ -79,7 +79,7 @@ class CallerTurns:
 
 def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int) -> bool:
     """False if this sequence generates with interventions, and its caller already runs as many such
-    sequences as can compute in one step."""
+    sequences as fit into one step."""
     same = [s for s in (*running, sequence) if s.changes_rows and _same_caller(s, sequence)]
     elements = sum(s.group.cost.row for s in same)
     return not sequence.changes_rows or len(same) == 1 or elements <= step_elements

@@ -54,7 +54,7 @@ PROCESSED_ELEMENTS = 2**6
 LISTED_ELEMENTS = 2**7
 """Cost of each listed logprob of a prompt, in elements."""
 PRODUCTS_PER_ELEMENT = 2**5
-"""This many multiplications in a matrix product take as long as one element."""
+"""Number of multiplications in a matrix product that take as long as computing one element."""
 TAPPED_PASSES = 2
 """Time of a tapped pass, not counting its changes, as a multiple of the time of a plain pass."""
 TAPPED_TOKEN = 12

@@ -132,7 +132,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one step. Each accepted drafted token saves a decode step."""
+    """The result of one step. `accepted_tokens` of the `drafted_tokens` were accepted; each of them
+    saves a decode step."""
 
     events: tuple[Event, ...]
     prefilled_tokens: int

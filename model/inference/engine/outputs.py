@@ -167,8 +167,8 @@ def changes_of(sequence: engine_sequence.Sequence, config: ModelConfig, like: Te
 
 
 Normed = Callable[[Tensor], Tensor]
-"""Computes the final norm of a stream (P, d_model). For a model computed by its owner's code, it
-computes the logits instead, because that decoder has no head."""
+"""Computes the final norm of a stream (P, d_model). For a model that its owner's code computes, it
+returns the logits instead, because the head of that decoder is the identity."""
 
 
 class OutputsComputer:

@@ -102,9 +102,9 @@ class Activations:
 class Lens:
     """Rows (P, layers, numbers): figures of the logits that the head computes from the stream after
     each of `layers` (numbered as in HiddenStates). `model/inference/sampling/lens.py` defines them.
-    They cover the `top_k` most likely ids and the named `token_ids`; `following` adds the next
-    token of the prompt as the last named id; the prompt's last position, which has none, must not
-    be requested."""
+    They cover the `top_k` most likely ids and the named `token_ids`. `following` adds the next
+    token of the prompt as the last named id. The prompt's last position has no next token, so it
+    must not be requested with `following`."""
 
     layers: tuple[int, ...]
     top_k: int
@@ -141,8 +141,8 @@ class OutputsRequest(SlotFields):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest(SlotFields):
     """Raw logprobs of given tokens: the tokens of each of `continuations` after the prompt, or of
-    the prompt if there are no continuations. Each continuation is a sequence. The whole blocks of
-    the prompt are computed only once.
+    the prompt if there are no continuations. Each continuation is a sequence. They share the
+    complete blocks of the prompt, which are computed only once.
 
     top     number of most likely tokens to list at each position
     arrays  return arrays without ranks (`ScoresChunk`) instead of an object for each token

@@ -270,8 +270,8 @@ class Runner:
 
     def _compute(self, plan: StepPlan, output: StepOutput) -> _RowsToSample:
         """Compute all forward passes of a plan, except decode steps in flight. Returns the rows to
-        sample: first the rows of prompts that end, then the rows of decoding sequences, plain
-        sequences before tapped sequences."""
+        sample: first the last row of each generation whose prompt this plan completes, then the
+        rows of decoding sequences, plain sequences before tapped sequences."""
         began = self._clock()
         decoder = self.model.decoder
         logits: list[Tensor] = []

@@ -10,17 +10,17 @@ When another sequence needs a slot, the sequence that has been behind the longes
 (PAUSED). It returns to the queue when its reader has taken everything; then its prefix is copied,
 or computed again in the same blocks with the same bits. A sequence delivers at least
 CHUNKS_IN_FLIGHT pieces between two evictions, and an eviction costs at most the prefill of one
-prompt, so all sequences make progress. (Ending slow readers instead would require a minimum rate
-that suits every network.) The unread rows of paused sequences take memory. So at most as many
-sequences are PAUSED as there are slots; beyond that, the sequences that have been behind the
-longest are ended.
+prompt, so all sequences make progress. (Ending the requests of slow readers instead would require a
+minimum rate that suits every network.) The unread rows of paused sequences take memory. So at most
+as many sequences are PAUSED as there are slots; beyond that, the sequences that have been behind
+the longest are ended.
 
 Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost up to
 STEP_ELEMENTS, and so may the rows of tapped sequences, whose stages are recorded or changed; tapped
 sequences that do not fit decode in a later step, in turn. A step is heavy if it has LARGE elements
-or more, a tapped sequence, or a piece of an attribution. After a heavy step, no such work runs
-alongside decoding for COOLDOWN times its duration. So heavy work increases the time per token of
-other sequences to at most about twice its usual value.
+or more, a tapped sequence, or a piece of an attribution. After a heavy step, there is a cooldown of
+COOLDOWN times its duration, in which no heavy work is done while plain sequences decode. So heavy
+work increases the time per token of other sequences to at most about twice its usual value.
 
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
@@ -55,9 +55,9 @@ or a single row may exceed it."""
 LARGE = 2**20
 """A step with at least this many elements is heavy."""
 COOLDOWN = 2
-"""Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
-tokens to 1 + 1 / COOLDOWN times the usual value; writing the reply takes additional processor
-time."""
+"""Duration of a cooldown, as a multiple of the heavy step's. It limits the mean time between two
+tokens to 1 + 1 / COOLDOWN times the usual value, not counting the processor time that writing the
+replies of heavy requests takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class Scheduler:
             self.waiting.push(sequence, held=held)
 
     def release(self) -> None:
-        """Allow held sequences to be admitted, once their weights are loaded. All slots are
-        forgotten, because their contents come from the old weights."""
+        """Allow held sequences to be admitted, once their weights are loaded. Forgets the contents
+        of all slots, because the old weights computed them."""
         self.slots.forget()
         self.waiting.release()
         self.attributions.waiting.release()

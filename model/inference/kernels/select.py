@@ -78,8 +78,8 @@ def choose_dtype(
 ) -> DTypeChoice:
     """Choose the dtype. "auto" means bfloat16 on CUDA. Elsewhere it means bfloat16 if the native
     decoder can run and the processor or the kernel target has dot products of bfloat16; otherwise
-    float32, because plain torch would round the residual stream to bfloat16 too. `log` gets a line
-    if kernels are built."""
+    float32, because plain torch would round the residual stream to bfloat16 too. Calls `log` with a
+    line of text if kernels are built."""
     if options.dtype != "auto":
         return DTypeChoice(options.dtype, "as requested")
     if device.type == "cuda":
@@ -170,7 +170,7 @@ def cuda_path(
 ) -> DecodePath:
     """Choose the decoder on a GPU: the one that `make` creates if it passes the self-check,
     otherwise plain torch with the fault as a note. Raises KernelError if `batch_invariant` is set
-    and leaves only plain torch, or if the self-check broke the device."""
+    but only plain torch could be chosen, or if the self-check broke the device."""
     if kernels == "torch":
         if batch_invariant:
             raise KernelError(

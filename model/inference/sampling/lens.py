@@ -6,10 +6,11 @@ ids, the logprob and rank of named ids and of the following token, its entropy, 
 from the model's output. They are defined as in `distribution.py`, and computed in torch for many
 rows at once. `model/inference/engine/outputs.py` computes the streams and the logits.
 
-Figures are logprobs, because float32 rounds probabilities near 1 to 1 and small ones to 0. Sums are
-in float64, because float32 sums over a large vocabulary lose the small divergences of late layers.
-A row's bits do not depend on the number of rows: torch would split a single sum between threads,
-which changes its bits, so the three sums of a row are always computed together.
+The figures have logprobs instead of probabilities, because float32 rounds probabilities near 1 to 1
+and small ones to 0. Sums are in float64, because float32 sums over a large vocabulary lose the
+small divergences of late layers. A row's bits do not depend on the number of rows. For this, the
+three sums of a row are always computed together: torch would split a single sum between threads,
+which changes its bits.
 
 Shapes: P rows, G rows of a group, V ids, K most likely ids, N named ids.
 """

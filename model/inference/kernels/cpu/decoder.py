@@ -42,8 +42,8 @@ from logitd.model.transformer.gpt import GPT
 LANES = 16
 MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
-"""Maximum number of prompt positions computed together, which is the size of the buffers. The
-number does not affect any bits."""
+"""Maximum number of prompt positions computed together. The buffers have this many rows in addition
+to those of a decode step. The number does not affect any bits."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
 """For each dtype, the processor feature that makes native products of many rows at least as fast as
 torch's: 32 registers of 16 floats, or dot products of narrow dtypes."""

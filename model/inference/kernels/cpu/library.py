@@ -99,8 +99,8 @@ class NativeLibrary:
 def load_library(
     log: Callable[[str], None] = lambda line: None, *, target: KernelTarget = "auto"
 ) -> NativeLibrary:
-    """Load the kernels for a target; "auto" loads the best ones for this processor. `log` gets a
-    line before a build, which takes a while.
+    """Load the kernels for a target; "auto" loads the best ones for this processor. Calls `log`
+    with a line of text before a build, because a build takes a while.
 
     Raises KernelsUnavailable, or TargetRefused for a target that this processor cannot run.
     """

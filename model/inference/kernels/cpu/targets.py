@@ -1,7 +1,8 @@
 """Targets: types of processors that the native kernels can be built for, instead of this machine's
-processor. Machines without a compiler choose among the targets of prebuilt kernels. Fleets choose
-one target to get the same bits on different processors. The names come from GCC and Clang; the
-suffixes of `x86-64-v4` add the dot products of AVX-512, then the tiles of AMX.
+processor. A machine without a compiler chooses among the targets of prebuilt kernels. Users can
+choose one target for all their machines to get the same bits on different processors. The names
+come from GCC and Clang. After `x86-64-v4`, the suffixes -vnni and -bf16 add dot products of
+AVX-512, and the suffix -amx also adds the tiles of AMX.
 """
 
 from collections.abc import Collection, Iterable

@@ -65,8 +65,8 @@ with 4, 4,890 with 8."""
 Key = tuple[int | str, ...]
 """Key of a recording: (kind, steps, rows, keys, whether a slot has several rows, sampling)."""
 NO_ROW = -1
-"""Marks an uploaded row whose token the host knows. Otherwise this field holds the index of the row
-that samples the token."""
+"""An uploaded row holds the index of the row that samples its token, or this value if the host
+knows the token."""
 FORWARD, GREEDY, FILTERED = range(3)
 """How a recording samples: not at all, without filters, or with filters."""
 
@@ -217,9 +217,9 @@ class GraphDecoder:
         sampled_in: Sequence[int] | int,
         sampling: SamplingRows | None,
     ) -> Collect:
-        """Start one step or, with `sampling`, as many steps as it has rows for. The tokens of the
-        first step are either `token_ids` or the samples of the last launch in the rows with the
-        indices `sampled_in`."""
+        """Start one step without sampling or, if `sampling` is set, all steps whose sampling rows
+        it holds. The tokens of the first step are either `token_ids` or the samples of the last
+        launch in the rows with the indices `sampled_in`."""
         count = len(slots)
         steps = 1 if sampling is None else len(sampling) // count
         given = np.empty((steps, count, 4 + FIELDS), dtype=np.int64)

@@ -6,9 +6,10 @@ windows, are computed by torch operations between the launches. `decoder.py` rec
 forward pass.
 
 In a step of up to FEW_ROWS rows, each warp holds rows of a matrix and multiplies every row of the
-step by them. Larger steps are multiplied in tiles. In both, programs of a step of up to JOINED_ROWS
-rows also compute the norm before the product. With batch invariance all steps use tiles, whose sums
-have the same order for any number of rows.
+step by them. Larger steps are multiplied in tiles. Without tiles, one kernel computes a product and
+the norm before it. With tiles, this is so only in steps of up to JOINED_ROWS rows and for matrices
+with up to JOINED_BYTES in a row. With batch invariance all steps use tiles, whose sums have the
+same order for any number of rows.
 
 Shapes: R rows, C = d_model, H = n_head, K = n_kv_head, D = head_dim, V = vocab_size.
 """
@@ -41,26 +42,28 @@ FEW_ROWS, WIDEST = 2, 4096
 """Maximum number of rows of a step that are multiplied without tiles, and maximum number of columns
 of x in such a product."""
 WARPS, COLUMNS, HELD, LARGE = 8, 4, 24, 2048
-"""Without tiles: a program's warps, and the number of columns of the product that each warp
-computes, as long as it then holds at most HELD chunks of the matrix. In products with up to LARGE
-columns a warp computes one. With several, fewer warps normalize x, and the next kernels have room
-to load their weights."""
+"""For products without tiles: the warps of a program, the maximum number of columns of the product
+that a warp computes, and the maximum number of chunks of the matrix that it holds if it computes
+more than one column. In products of up to LARGE columns, each warp computes only one. If warps
+compute several, fewer warps normalize x, and the next kernels have room to load their weights."""
 JOINED_ROWS, JOINED_BYTES = 8, 2048
-"""Maximum number of rows of a step, and of bytes in a row of the matrix, that are multiplied in one
-tile of rows after its programs have normalized x themselves. SwiGLU has two matrices, so half the
-bytes."""
+"""The kernel `product`, which both normalizes x and multiplies it, is used for steps of up to this
+many rows and matrices with up to this many bytes in a row. SwiGLU has two matrices, so each may
+have half as many bytes in a row. A product in parts may have this many bytes in each part of a
+row."""
 JOINED_TILES: Sequence[tuple[int, ...]] = ((4, 8, 128), (0, 4, 64))
-"""These tiles. Each entry has the number of rows that a step must exceed, the warps of a program,
-each of which normalizes one row, and the columns of the tile, divided by the bytes of a weight."""
+"""The tiles of `product`. Each entry has the number of rows that a step must exceed, the warps of a
+program, each of which normalizes one row, and the number of columns of the tile times the bytes of
+a weight."""
 TILES: Sequence[tuple[int, ...]] = (
     (32, 64, 64, 256, 3, 4), (16, 32, 16, 512, 3, 2), (0, 16, 16, 512, 4, 1)
 )  # fmt: skip
-"""All other tiles. Each entry has the number of rows that a step must exceed, the tile's rows and
-columns, the bytes of a row that are loaded at a time, the loads in flight (two for SwiGLU's two
+"""The tiles of `matmul`. Each entry has the number of rows that a step must exceed, the tile's rows
+and columns, the bytes of a row that are loaded at a time, the loads in flight (two for SwiGLU's two
 matrices) and the warps. A tile takes at most 96 KiB of shared memory, which any recent GPU has."""
 NARROW, NARROW_COLUMNS = 1024, 32
-"""In products of up to NARROW columns, a tile has at most so many, so that there are more
-programs."""
+"""In products of up to NARROW columns, a tile of `matmul` has at most NARROW_COLUMNS columns, so
+that there are more programs."""
 DEEP, DEEP_PARTS = 2048, 4
 """The minimum number of columns of x at which the product at the end of a block is divided into
 parts, and the number of parts. Different programs compute the parts."""
@@ -371,8 +374,8 @@ class StepForward:
         values += added.reshape(values.shape)
 
     def _attend(self, block: Block, qkv: Tensor, given: Tensor, keys: int, several: bool) -> Tensor:
-        """Write the keys and values of a step's rows, and attend to the slot of each row: the
-        outputs of the heads (R, H * D)."""
+        """Write the keys and values of a step's rows, and attend to the slot of each row. Returns
+        the outputs of the heads (R, H * D)."""
         gpt, config, cache = self._gpt, self._gpt.config, self._cache
         rotary = config.positions == "rotary"
         tables = (gpt.rope_cos, gpt.rope_sin) if rotary else (None, None)

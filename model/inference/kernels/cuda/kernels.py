@@ -70,8 +70,8 @@ def embed(
 
 @triton.jit
 def _read(source, at, k, mask, K: tl.constexpr, SPAN: tl.constexpr):
-    """Load chunks of SPAN columns. `at` are the elements of the first chunk in `source`, and `k`
-    their columns. Elements behind column K are 0."""
+    """Load chunks of SPAN columns. `at` are the offsets of the first chunk's elements in `source`,
+    and `k` are their columns. Elements from column K on are 0."""
     chunks = ()
     for start in tl.static_range(0, SPAN, CHUNK):
         inside = mask & (k + start < K)
@@ -254,7 +254,7 @@ def product(
     """norm(x) times a matrix in one tile of up to ROWS rows, with the same sums as `norm` and
     `matmul`. Each program loads its weights before it waits. Each warp normalizes a row.
 
-    `zero` is 0.0. As a constant, it would let the compiler join the two halves of the product.
+    `zero` is 0.0. If it were a constant, the compiler could merge the sums of the two halves of x.
     """
     if LINKED:
         gdc_launch_dependents()
@@ -319,7 +319,7 @@ def product(
 
 @triton.jit
 def _repeated(x, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
-    """Rows (ROWS, B), repeated to a tile of BLOCK_M rows."""
+    """Rows (ROWS, B), repeated to fill a tile of BLOCK_M rows."""
     if BLOCK_M == ROWS:
         return x
     x = tl.broadcast_to(x[None, :, :], (BLOCK_M // ROWS, ROWS, CHUNK))
@@ -358,9 +358,10 @@ def matmul(
     LINKED: tl.constexpr,
 ):
     """Multiply x by a matrix, in tiles. With PARTS, each part is a sum over SPAN columns of x;
-    `norm` later adds the parts, the bias and the residual.
+    `norm` or `product` later adds the parts, the bias and the residual.
 
-    Each half of the columns has its own sum, because each product waits for the one before it."""
+    The two halves of the columns of x have separate sums, because each addition to a sum waits for
+    the one before it."""
     if LINKED:
         gdc_launch_dependents()
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,9 +1,9 @@
 """CPU contention: runs torch's operations on one thread while other processes use the cores.
 
 Torch's threads synchronize after every operation. If one of them has lost its core to another
-process, all others wait for it, for a time slice of the system's scheduler. Next to a process that
-kept one of two cores busy, a prompt took 6 to 12 times as long; on one thread it takes only twice
-as long. `ContentionMonitor` measures the share of time in which the calling thread was off its
+process, all others wait for it, for a time slice of the system's scheduler. When another process
+kept one of two cores busy, a prompt took 6 to 12 times as long on two threads, but only twice as
+long on one. `ContentionMonitor` measures the share of time in which the calling thread was off its
 core. If the share is large, the thread computes alone for a while and then tries all threads again.
 If that fails, it computes alone for twice as long.
 
