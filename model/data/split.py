@@ -21,8 +21,8 @@ from logitd.model.data.sources.document import Document
 
 Side = Literal["train", "val"]
 SHORTEST_END = 1000
-"""A document is divided if its held-out end has at least this many bytes (or ids). Shorter documents
-are held out whole, unless that would hold out at least twice the share."""
+"""A document is divided if its held-out end has at least this many bytes (or ids). A shorter
+document is held out whole, unless that would hold out at least twice the share."""
 
 
 @dataclass(frozen=True)
