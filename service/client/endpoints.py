@@ -176,7 +176,7 @@ def info(*, model: str | None = None) -> Call[Info]:
 
 
 def history(*, model: str | None = None) -> Call[History]:
-    """The steps of the run that the field `step` of a request may choose, and the loss curve."""
+    """The steps of the run that a request's field `step` can select, and the loss curve."""
     return _get("/history", History, model)
 
 

@@ -152,8 +152,8 @@ class AdmissionController:
         """Raise QueueFull if there is no room for a caller's `load` now, or InvalidRequest if there
         never will be.
 
-        `param` is the field that sets the number of sequences. If the queue is empty, any possible
-        request is admitted, because the engine computes it next.
+        `param` is the field that sets the number of sequences. The limit on tokens applies only if
+        sequences are waiting; otherwise the engine computes the request next.
         """
         self.check_possible(load, param)
         limits, present = self.limits, self._open.total
@@ -199,8 +199,8 @@ class AdmissionController:
         """Reserve room for sequences while the texts of a request are encoded. Raises the same
         errors as `check_capacity`, and InvalidRequest for more sequences than one request may have.
 
-        The caller submits the requests directly after the block. The event loop runs nothing else
-        in between, so the room is still free then.
+        The caller submits the requests directly after the `with` block. The event loop runs nothing
+        else in between, so the room is still free then.
         """
         if sequences > self.limits.per_request:
             raise InvalidRequest(
@@ -294,8 +294,8 @@ class AdmissionController:
 
 
 def _sequences(count: int, param: str | None) -> str:
-    """Describe a number of sequences in an error message. `param` is the field by which the number
-    of prompts is multiplied."""
+    """Describe a number of sequences in an error message: the number of prompts, multiplied by the
+    field `param` unless that is "prompt" or None."""
     factor = "" if param in (None, "prompt") else f" times {param}"
     return f"{count} sequences (prompts{factor})"
 

@@ -1,7 +1,7 @@
 """Attributes of a request's span, named according to OpenTelemetry's conventions for HTTP and
 generative AI.
 
-Names that the conventions do not have begin with `logitd.`. Attributes never contain text of a
+Names that the conventions do not define begin with `logitd.`. Attributes never contain text of a
 prompt or an answer, stop strings or a client's address. This module does not need OpenTelemetry's
 packages.
 """
