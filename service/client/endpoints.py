@@ -160,7 +160,8 @@ def detokenize(tokens: OneIds, **fields: Unpack[DetokenizeFields]) -> Call[Detok
 @overload
 def detokenize(tokens: ManyIds, **fields: Unpack[DetokenizeFields]) -> Call[list[Detokenized]]: ...
 def detokenize(tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]) -> Call[Any]:
-    """Text of token ids, or a list of results for a list of lists. `[]` is one list without ids."""
+    """Text of token ids, or a list of results for a list of lists. `[]` is an empty list of
+    ids."""
     request = post("/detokenize", {"tokens": tokens, **fields})
     return _one_or_many(request, Detokenized, many=is_many(tokens, "tokens") and len(tokens) > 0)
 

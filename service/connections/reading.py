@@ -13,8 +13,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Maximum size of a request line and its headers, as counted by `head_size`. Larger requests are
-answered with 431."""
+"""Maximum size of a request's target and headers, as counted by `head_size`. Requests with larger
+ones are answered with 431."""
 MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
 """Maximum number of bytes received for incomplete headers, including white space and blank
 lines."""
