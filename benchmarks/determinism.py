@@ -85,7 +85,7 @@ class NativePrice:
 
     @property
     def bound(self) -> float:
-        """Upper bound on the cost of batch invariance in products. It holds for any kernels."""
+        """Upper bound on the cost of batch invariance in products, whichever kernels are used."""
         return max(0.0, sum(self.ours.values()) - self.reading) / self.step
 
     @property

@@ -88,7 +88,7 @@ def activations(
     prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
 ) -> Call[Any]:
     """Values of the stages of the forward pass that have these names or match these patterns
-    (`blocks.*.attention.q`). A list of prompts gives a list of results."""
+    (`blocks.*.attention.q`). For a list of prompts, this is a list of results."""
     names = [stages] if isinstance(stages, str) else stages
     return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
 

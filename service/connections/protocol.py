@@ -229,8 +229,8 @@ class Connection(HttpToolsProtocol):
         return not self.flow.write_paused
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection after the reply of this cycle, which is its last. The client may
-        still be sending the body."""
+        """Close the connection, because the reply of this cycle was its last. The client may still
+        be sending the body."""
         sending = self._reading.state in (ReadState.BODY, ReadState.NOTHING)
         if sending and cycle is self.cycle and cycle.response_complete:
             self._linger()

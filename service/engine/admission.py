@@ -2,7 +2,7 @@
 
 Three amounts have limits: sequences, prompt tokens, and output elements. A request counts from the
 time when its texts are encoded (`hold`) until its last sequence ends. Requests that run one after
-another all count from the start (`reserve`), so that none of them is rejected half-way.
+another all count from the start (`reserve`), so that none of them is rejected halfway.
 
 When the queue is full, a caller below its fair share is still admitted. The share is the limit
 divided by the number of callers with requests in the queue. All callers together never exceed
@@ -225,7 +225,7 @@ class AdmissionController:
         self._reserved.add(caller, total)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Give back the room of reserved requests."""
+        """Release the room that `reserve` reserved for requests."""
         caller, loads = self._loads(requests)
         self._release(caller, sum(loads, Load()))
 

@@ -25,7 +25,7 @@ MAX_PAUSE = 0.04
 """Longest pause in seconds. Even then, a stream's text grows 25 times a second, which looks
 smooth."""
 MIN_TIMER = 0.002
-"""Shortest timer in seconds. Event loops measure time in milliseconds."""
+"""Shortest timer in seconds: event loops measure time only in milliseconds."""
 
 
 class WakeupThrottle:

@@ -98,7 +98,7 @@ class RunningSeries:
             self.end()
 
     def end(self) -> None:
-        """End the jobs that are still running, and give back the share of the budget."""
+        """End the jobs that are still running, and release the reply's share of the budget."""
         for submission in self._running:
             submission.abort()
         self._running.clear()
