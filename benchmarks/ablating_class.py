@@ -3,10 +3,11 @@
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
 Serves a checkpoint in a separate process and reads streams from it. Then a classroom of clients
-requests next-token probabilities. Each client has its own prompt, ablates its own heads, and sends
-its next request as soon as it gets a reply. Prints the time between two tokens of a stream, before
-and during these requests, and the number of the classroom's requests that complete per second.
-Compares every stream, bit for bit, with the same request sent alone. The last line is JSON.
+requests next-token probabilities. Each client has its own prompt, ablates the heads in turn, one in
+each request, and sends its next request as soon as it gets a reply. Prints the time between two
+tokens of a stream, before and during these requests, and the number of the classroom's requests
+that complete per second. Compares every complete stream, bit for bit, with the same request sent
+alone. The last line is JSON.
 """
 
 import json

@@ -345,7 +345,7 @@ def run_clients() -> None:
 
 
 def installed(python: str) -> set[str]:
-    """The clients that a Python interpreter has installed."""
+    """The clients that are installed for a Python interpreter."""
     code = (
         "import importlib.metadata as m, json; print(json.dumps("
         "[d.metadata['Name'].lower() for d in m.distributions()]))"

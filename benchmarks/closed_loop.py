@@ -159,7 +159,8 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Rates per second and times in seconds. A figure is None if no request finished."""
+    """Rates per second and times in seconds. `first_token` and `gap` are None if no such time was
+    measured."""
 
     target: str
     load: str

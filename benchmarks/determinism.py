@@ -85,7 +85,7 @@ class NativePrice:
 
     @property
     def bound(self) -> float:
-        """Upper bound on the cost of batch invariance in products. It holds for any kernels."""
+        """Upper bound on the cost of batch invariance in products, whichever kernels are used."""
         return max(0.0, sum(self.ours.values()) - self.reading) / self.step
 
     @property
@@ -194,8 +194,8 @@ def in_stage(profile: Profile, stage: str) -> float:
 
 
 def workload(gpt: GPT) -> Workload:
-    """A workload of one sequence, long enough to watch STEPS of its steps if the context has room
-    for them."""
+    """A workload of one sequence, long enough to measure STEPS steps if the context has room for
+    them."""
     prompt = prompt_length(gpt)
     return Workload(
         batches=(1,),

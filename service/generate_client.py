@@ -114,7 +114,8 @@ def _methods(decorator: str) -> str:
 
 
 def readme_source() -> str:
-    """The folder's README.md. The first rows of its table are generated, one per operation."""
+    """The text of service/README.md. The first rows of its table are generated: one for each
+    operation."""
     page = (FOLDER / "../README.md").read_text(encoding="utf-8")
     before, after = re.split(r"(?<=\|---\|---\|\n)(?:\| `POST /\w+` .*\n)*", page, maxsplit=1)
     rows = "".join(

@@ -115,7 +115,7 @@ def summary(outcome: Outcome) -> dict[str, float]:
 
 
 def shown(outcome: Outcome) -> list[str]:
-    """Format a value for the table; a missing value is a dash."""
+    """Format the figures of an outcome for a row of the table. `busy` is a dash if it is 0."""
     numbers = summary(outcome)
     return [
         f"{1e3 * numbers['first_token_p50']:.0f} ms",

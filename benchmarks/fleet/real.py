@@ -33,8 +33,8 @@ def overhead_of(url: str, times: StepTimes, load: Load) -> float:
 
 
 def measure(urls: Sequence[str], load: Load, moments: Sequence[float]) -> Outcome:
-    """At each of these moments, send a request to one of the servers. The outcome lacks the share
-    of time in which servers are busy."""
+    """At each of these moments, send a request to one of the servers. The share of time in which
+    servers are busy is not measured, so `busy` is 0."""
     begun = time.perf_counter()
     replies = asyncio.run(_at_their_moments(urls, load, moments))
     seconds = time.perf_counter() - begun - moments[0]

@@ -5,7 +5,7 @@
 Each part is a process with its own time limit; --seconds limits all of them together. Every finding
 is written immediately to --out, as a line of JSON. If a part fails or has no time left, the reason
 is recorded and the next part runs. At the end the findings are printed as a table. The exit code is
-1 if a part failed or a check does not hold. `--device cpu --tiny` tries out the run on any machine.
+1 if a part or a check failed. `--device cpu --tiny` tries out the run on any machine.
 """
 
 import argparse

@@ -69,7 +69,7 @@ needs a lot of memory for long prompts."""
 WARM_UP = 4
 """Number of steps at the start of each round that are not counted."""
 MOST_TIMES = 4
-"""A batch size gets at most this many times as many rounds as the largest batch size."""
+"""Smaller batches get more rounds than the largest one, but at most this many times as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +133,9 @@ def start(name: str, dtype: str, plan: Plan, folder: Path) -> PeerProcess:
 
 
 class Comparison:
-    """Checks and measures the peers of one dtype. A peer that fails is reported and left out. If
-    logitd fails, the comparison ends, because there is nothing to compare with."""
+    """Checks and measures the peers of one dtype. A peer that fails is reported and left out. The
+    comparison ends if logitd fails, because there is nothing to compare with, or if the logprobs of
+    any peer are wrong."""
 
     def __init__(self, plan: Plan, dtype: str, folder: Path) -> None:
         self._plan = plan

@@ -74,8 +74,8 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The tensors, keyed by llama.cpp's names. For a Llama, there are separate matrices for
-    queries, keys, values, gate and up, and channels that rotate together are adjacent."""
+    """Yield each tensor with llama.cpp's name. A Llama has separate matrices for queries, keys,
+    values, gate and up, and channels that rotate together are adjacent."""
     for name, value in tensors.items():
         if shape.family == "llama" and name.endswith(".qkv.weight"):
             block = f"blk.{name.split('.')[1]}"

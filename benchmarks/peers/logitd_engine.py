@@ -1,7 +1,8 @@
-"""logitd in this process, measured by whole steps of its engine.
+"""logitd's engine, running in this process. Whole steps of the engine are measured.
 
 Prefill is the time to compute all prompts and generate one token for each. For decode, the same
-prompts are added again. Most of their keys and values are then copied, which is not measured.
+prompts are added again. Their computation, which copies most keys and values from the first time,
+is not measured.
 """
 
 import time

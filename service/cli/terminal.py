@@ -52,7 +52,7 @@ class ProgressLine:
             self.say(text)
 
     def redraw(self, text: str) -> None:
-        """Replace the progress line, on a terminal only."""
+        """Replace the progress line. Call this only if the output is a terminal."""
         print(CLEAR_LINE + visible(text), end="", file=self._file, flush=True)
         self._open = True
 

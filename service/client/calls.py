@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete reply with one of the request's `answers` as status."""
+    """A complete reply whose status is one of the request's `answers`."""
 
     status: int
     headers: Mapping[str, str]
@@ -163,7 +163,7 @@ def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided:
 
 def is_many(prompt: Prompt, name: str = "prompt") -> bool:
     """True for a list of prompts, False for a text or a list of token ids. For anything else,
-    raises TypeError, whose message has the field's `name`."""
+    raises a TypeError that names the field (`name`)."""
     if not isinstance(prompt, (Sequence, np.ndarray)):
         raise TypeError(
             f"{name} is {repr(prompt)[:80]}; it must be a text, a list of token ids, or a list of "
@@ -192,7 +192,7 @@ def documented_by(build: Callable[..., object], method: Callable[..., object]) -
 
 
 def _json(name: str, value: object) -> str:
-    """A field's value as JSON. Raises TypeError or ValueError; the message has the field's name."""
+    """A field's value as JSON. Raises a TypeError or ValueError that names the field."""
     try:
         return json.dumps(_with_text_keys(value), default=_plain, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -208,7 +208,8 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a NumPy array or number, or another sequence, to a type that JSON has."""
+    """Convert a NumPy array or number, or a sequence, to a type that `json` can write. Raises
+    TypeError for other values."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):

@@ -6,8 +6,8 @@ counterpart for asyncio.
         print(generation.text)
 
 A prompt is a text, a list of token ids, or a list of either. All other fields are keyword arguments
-with the server's names (`fields.py`, /docs). `errors.py` has the errors that a call raises,
-`transport.py` the rules for retries.
+with the server's names (`fields.py`, /docs). `errors.py` defines the errors that a call raises.
+`transport.py` contains the rules for retries.
 
 Threads may share a client. Only one thread may use a stream.
 """
@@ -109,7 +109,7 @@ class Client:
     def run_with_cache(
         self, input: Input, names_filter: NamesFilter = None, **fields: Any
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of stages under TransformerLens' names."""
+        """Logits (B, T, V), and a cache of the stages' values, keyed by TransformerLens' names."""
         return finish(self._hooked.run_with_cache(input, names_filter, **fields))
 
     def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
@@ -196,7 +196,7 @@ class AsyncClient:
     async def run_with_cache(
         self, input: Input, names_filter: NamesFilter = None, **fields: Any
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of stages under TransformerLens' names."""
+        """Logits (B, T, V), and a cache of the stages' values, keyed by TransformerLens' names."""
         return await self._hooked.run_with_cache(input, names_filter, **fields)
 
     async def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:

@@ -88,7 +88,7 @@ def activations(
     prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
 ) -> Call[Any]:
     """Values of the stages of the forward pass that have these names or match these patterns
-    (`blocks.*.attention.q`). A list of prompts gives a list of results."""
+    (`blocks.*.attention.q`). For a list of prompts, this is a list of results."""
     names = [stages] if isinstance(stages, str) else stages
     return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
 
@@ -160,7 +160,8 @@ def detokenize(tokens: OneIds, **fields: Unpack[DetokenizeFields]) -> Call[Detok
 @overload
 def detokenize(tokens: ManyIds, **fields: Unpack[DetokenizeFields]) -> Call[list[Detokenized]]: ...
 def detokenize(tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]) -> Call[Any]:
-    """Text of token ids, or a list of results for a list of lists. `[]` is one list without ids."""
+    """Text of token ids, or a list of results for a list of lists. `[]` is an empty list of
+    ids."""
     request = post("/detokenize", {"tokens": tokens, **fields})
     return _one_or_many(request, Detokenized, many=is_many(tokens, "tokens") and len(tokens) > 0)
 
@@ -176,7 +177,7 @@ def info(*, model: str | None = None) -> Call[Info]:
 
 
 def history(*, model: str | None = None) -> Call[History]:
-    """The steps of the run that the field `step` of a request may choose, and the loss curve."""
+    """The steps of the run that a request's field `step` can select, and the loss curve."""
     return _get("/history", History, model)
 
 

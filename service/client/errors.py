@@ -45,7 +45,7 @@ class APIStatusError(LogitdError):
     type, code   values from the server's fixed sets; None if another program, such as a proxy,
                  answered
     param        the invalid field, if there is one
-    retry_after  seconds before the next try, if the server gave a delay
+    retry_after  seconds to wait before the next try, if the server specified them
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class APIConnectionError(LogitdError):
 
 
 class APITimeoutError(APIConnectionError):
-    """The server was silent for longer than the client's `timeout`."""
+    """The server was silent for longer than the client's `timeout`, or a connection could not be
+    made in time."""
 
 
 class StreamError(LogitdError):

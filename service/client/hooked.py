@@ -38,8 +38,8 @@ ROTATED = re.compile(r"hook_(rot_)?[qk]$")
 
 
 class Cache(Mapping[str, Floats]):
-    """Arrays (B, ...) under TransformerLens' names. Short names work too: `cache["pattern", 0]`.
-    Negative layers count from the end."""
+    """Arrays (B, ...), keyed by TransformerLens' names. Short names work too, as in
+    `cache["pattern", 0]`. Negative layers count from the end."""
 
     def __init__(self, arrays: dict[str, Floats], layers: int) -> None:
         self.cache_dict = arrays

@@ -1,6 +1,6 @@
 """Reading: converts parsed JSON to frozen dataclasses, guided by the dataclasses' annotations.
 
-Errors give the place of a missing or invalid member (`choices.0.text`). Unknown members are
+Errors state the path of a missing or invalid member (`choices.0.text`). Unknown members are
 ignored, because a newer server may send more. Annotations may be scalars, `bytes` (in JSON a list
 of integers), unions, `tuple[X, ...]`, `dict[str, X]`, `Any`, and dataclasses of these.
 """
@@ -25,12 +25,12 @@ KINDS: Mapping[Any, str] = {
 
 
 class WrongShape(ValueError):
-    """Raised if JSON does not have the expected form. The message gives the place in the reply."""
+    """Raised if JSON does not have the expected form. The message states the member's path."""
 
 
 def read(form: Any, value: Any, where: str = "") -> Any:
-    """Convert the parsed JSON `value` to an instance of `form`. `where` is its place in the
-    reply."""
+    """Convert the parsed JSON `value` to an instance of `form`. `where` is the path of the value in
+    the reply."""
     if is_dataclass(form):
         return _object(form, value, where)
     match get_origin(form):

@@ -118,8 +118,8 @@ class StreamState:
         return self._tail
 
     def result(self) -> Generation:
-        """The reply that the same request gets without streaming. Raises StreamError before the end
-        of the stream."""
+        """The reply that the same request would get without streaming. Raises StreamError if the
+        stream's last event has not arrived."""
         last, tail = self._last, self._tail
         if not self.ended or last is None or tail is None:
             raise StreamError(

@@ -1,10 +1,10 @@
 """Transport: the settings of a client, its rules for retries, and the translation of httpx's
 errors.
 
-A call is retried only if no part of its reply has arrived, so never in the middle of a stream, and
+A call is retried only if no part of its result has arrived, so never in the middle of a stream, and
 only if a retry can help: after 429, 502 or 503, or if the connection failed or was lost. It is not
-retried after 504 or a timeout, because the request ran for all that time and would do so again.
-Requests only compute, so it does no harm if the server computes one twice.
+retried after 504, or if the server was silent for longer than `timeout`, because a retry would
+probably take as long. Requests only compute, so it does no harm if the server computes one twice.
 
 `wire.py` sends the requests and waits between them.
 """
@@ -39,8 +39,8 @@ MAX_TIMEOUT_SECONDS = 2**21
 """Longest timeout in seconds: 24 days, because sockets store a timeout as milliseconds in 31
 bits."""
 FIRST_WAIT_SECONDS = 0.5
-"""Wait before the second try if the refusal has no Retry-After header. The wait doubles before each
-further try."""
+"""Longest wait in seconds before the second try if the server does not set the wait with
+Retry-After. It doubles before each further try, up to MAX_OWN_WAIT_SECONDS."""
 MAX_OWN_WAIT_SECONDS = 8.0
 MAX_REFUSAL_BYTES = 2**16
 """Maximum number of bytes read from a refusal."""
@@ -190,7 +190,7 @@ class Exchange:
         return self._wait(failure, failure.retry_after)
 
     def answer(self, response: httpx.Response, body: bytearray) -> Answer:
-        """The answer, after `body` was read to its end."""
+        """The reply as an `Answer`. Its whole `body` must have been read."""
         return Answer(response.status_code, response.headers, body, self.request_id)
 
     def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:
@@ -226,9 +226,10 @@ class Exchange:
         return kind(message, self.request_id)
 
     def _wait(self, failure: LogitdError, asked: float | None) -> float:
-        """Seconds until the next try: the wait that the server `asked` for, or the client's own,
-        plus a random part so that clients that were refused together do not return together. Raises
-        the failure if no try is left, or if the wait would exceed the client's timeout."""
+        """Seconds until the next try: at least the wait that the server `asked` for (None: at most
+        the client's own). It is partly random, so that clients refused together do not return
+        together. Raises the failure if no try is left, if `asked` exceeds MAX_WAIT_SECONDS, or if
+        the wait would exceed the client's timeout."""
         spread = random.uniform(0.5, 1.0)
         if asked is None:
             own = FIRST_WAIT_SECONDS * 2 ** (self._tries - 1)

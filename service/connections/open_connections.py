@@ -33,8 +33,9 @@ SURPLUS = 16
 """Number of connections that are accepted above the limit, so that /health is still answered."""
 
 HELD_BYTES = 2**28
-"""Maximum number of bytes of all replies that clients are still reading. Above it, replies that
-take more than their share are broken off, first those that have been read for the longest time."""
+"""Maximum number of bytes in memory for all replies that clients are still reading. Above it, the
+server closes connections whose replies take more than an equal share of it, beginning with the
+clients that have been reading for the longest time."""
 
 QUIET_SECONDS = 10.0
 """Minimum time between two log lines about ended connections."""
@@ -46,8 +47,8 @@ class ConnectionLimitError(ValueError):
 
 def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
     """The maximum number of connections, and the maximum length of the kernel's queue of
-    connections that wait to be accepted (the server may accept all of these at once). Raises
-    ConnectionLimitError.
+    connections that wait to be accepted. File descriptors are reserved for that queue, because the
+    server may accept all of it at once. Raises ConnectionLimitError.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:

@@ -9,7 +9,7 @@ Differences from uvicorn's protocol based on httptools:
 - if a request is answered before its body is complete, the client gets time to read the answer
   before the connection is closed;
 - a request to upgrade is answered as an ordinary HTTP request;
-- a client that closes its side of the connection counts as gone.
+- a client that closes its side of the connection is treated as disconnected.
 """
 
 import asyncio
@@ -112,13 +112,13 @@ class Connection(HttpToolsProtocol):
         return max(unsent, self._largest) if unsent else 0
 
     def reads_since(self) -> float:
-        """The time since which the client has been reading. Valid after `check`, while bytes are
-        held."""
+        """The time, on the event loop's clock, when the client began to read; infinite if unknown.
+        Valid after `check`, while bytes are held."""
         return math.inf if self._progress.since is None else self._progress.since
 
     def check(self, now: float) -> None:
         """End the connection, or refuse its request, if a deadline has passed or the client has
-        gone."""
+        disconnected."""
         unsent, answered = self.unsent(), self._running is None
         info = tcp_info(self.transport) if unsent or self.flow.read_paused else None
         acknowledged = None if info is None else info.acknowledged
@@ -229,8 +229,8 @@ class Connection(HttpToolsProtocol):
         return not self.flow.write_paused
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection after the reply of this cycle, which is its last. The client may
-        still be sending the body."""
+        """Close the connection, because the reply of this cycle was its last. The client may still
+        be sending the body."""
         sending = self._reading.state in (ReadState.BODY, ReadState.NOTHING)
         if sending and cycle is self.cycle and cycle.response_complete:
             self._linger()

@@ -13,8 +13,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Maximum size of a request line and its headers, as counted by `head_size`. Larger requests are
-answered with 431."""
+"""Maximum size of a request's target and headers, as counted by `head_size`. Requests with larger
+ones are answered with 431."""
 MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
 """Maximum number of bytes received for incomplete headers, including white space and blank
 lines."""
@@ -86,9 +86,9 @@ class Reading:
         self.discard_until = self.received + DISCARDED_BYTES
 
     def is_too_large(self, piece: int) -> bool:
-        """Count the bytes of a parsed piece. Returns True if too many came without completing the
-        headers, a chunk or the trailers. A piece that completes one of them is not counted, so the
-        limit may be exceeded by up to one piece."""
+        """Count the bytes of a parsed piece. Returns True if too many have arrived without
+        completing the headers, a chunk or the trailers. A piece that completes one of them is not
+        counted, so the limit may be exceeded by up to one piece."""
         self._unfinished = 0 if self._completed else self._unfinished + piece
         self._completed = False
         allowed = MAX_RAW_HEADER_BYTES
@@ -97,9 +97,10 @@ class Reading:
         return self._unfinished > allowed
 
     def is_body_slow(self, now: float, timeout: float, *, answered: bool, paused: bool) -> bool:
-        """True if too little of a body arrived within `timeout` seconds. Unless the request is
-        already answered, the timeout starts again whenever enough has arrived, and does not run
-        while the server has paused reading."""
+        """True if a body arrived more slowly than MIN_BYTES_PER_SECOND for `timeout` seconds. The
+        timeout starts again whenever as much has arrived as that rate requires, and does not run
+        while the server has paused reading. For a request that is already answered, it always runs
+        and never starts again."""
         since, received = self._body_mark
         enough = self.received - received >= timeout * MIN_BYTES_PER_SECOND
         if not answered and (enough or paused):
@@ -110,7 +111,7 @@ class Reading:
 
 class ReplyProgress:
     """Tracks how much of its replies a client has read. `since` is the time, on the event loop's
-    clock, since which a part of them is unsent."""
+    clock, when unsent bytes were first noticed; None if there are none."""
 
     def __init__(self) -> None:
         self.since: float | None = None

@@ -1,4 +1,4 @@
-"""Refusals: errors that a connection answers itself, without the application."""
+"""Refusals: error replies that a connection sends itself, without the application."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from logitd.service.errors import ApiError, unavailable
 
 
 def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
-    """Size in bytes of a request line and its headers, without optional white space. `target` is
-    the number of bytes of the request's target."""
+    """Size in bytes of a request's target and headers, without optional white space. `target` is
+    the size of the target."""
     return target + sum(len(name) + len(value) + 4 for name, value in headers)
 
 

@@ -2,7 +2,7 @@
 
 Three amounts have limits: sequences, prompt tokens, and output elements. A request counts from the
 time when its texts are encoded (`hold`) until its last sequence ends. Requests that run one after
-another all count from the start (`reserve`), so that none of them is rejected half-way.
+another all count from the start (`reserve`), so that none of them is rejected halfway.
 
 When the queue is full, a caller below its fair share is still admitted. The share is the limit
 divided by the number of callers with requests in the queue. All callers together never exceed
@@ -152,8 +152,8 @@ class AdmissionController:
         """Raise QueueFull if there is no room for a caller's `load` now, or InvalidRequest if there
         never will be.
 
-        `param` is the field that sets the number of sequences. If the queue is empty, any possible
-        request is admitted, because the engine computes it next.
+        `param` is the field that sets the number of sequences. The limit on tokens applies only if
+        sequences are waiting; otherwise the engine computes the request next.
         """
         self.check_possible(load, param)
         limits, present = self.limits, self._open.total
@@ -199,8 +199,8 @@ class AdmissionController:
         """Reserve room for sequences while the texts of a request are encoded. Raises the same
         errors as `check_capacity`, and InvalidRequest for more sequences than one request may have.
 
-        The caller submits the requests directly after the block. The event loop runs nothing else
-        in between, so the room is still free then.
+        The caller submits the requests directly after the `with` block. The event loop runs nothing
+        else in between, so the room is still free then.
         """
         if sequences > self.limits.per_request:
             raise InvalidRequest(
@@ -225,7 +225,7 @@ class AdmissionController:
         self._reserved.add(caller, total)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Give back the room of reserved requests."""
+        """Release the room that `reserve` reserved for requests."""
         caller, loads = self._loads(requests)
         self._release(caller, sum(loads, Load()))
 
@@ -294,8 +294,8 @@ class AdmissionController:
 
 
 def _sequences(count: int, param: str | None) -> str:
-    """Describe a number of sequences in an error message. `param` is the field by which the number
-    of prompts is multiplied."""
+    """Describe a number of sequences in an error message: the number of prompts, multiplied by the
+    field `param` unless that is "prompt" or None."""
     factor = "" if param in (None, "prompt") else f" times {param}"
     return f"{count} sequences (prompts{factor})"
 

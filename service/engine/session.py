@@ -62,8 +62,9 @@ class EngineSession:
         return submission
 
     def close(self) -> None:
-        """Give back the room of reserved requests. Nothing else may be submitted afterwards.
-        Further calls have no effect."""
+        """Release the session's version of the weights, and the room of reserved requests that
+        were not submitted. Nothing else may be submitted afterwards. Further calls have no
+        effect."""
         self._engine.admission.release(self._reserved)
         self._reserved.clear()
         if self._holds and self._weights is not None:

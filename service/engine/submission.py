@@ -22,7 +22,8 @@ REPLACED = "the model's weights were replaced before the request was answered; s
 
 
 class EngineStopped(Exception):
-    """The engine accepts no requests, because it is shutting down or has failed."""
+    """The engine will not answer requests, because it is shutting down or has failed, or because
+    their version of the weights was replaced."""
 
 
 class Submission:

@@ -3,7 +3,7 @@
 For a small model, Python takes as long to send a token as the model takes to compute it, and both
 need the same interpreter. So the event loop may spend at most a sixteenth of its time on delivery:
 after each delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but
-at most for MAX_PAUSE, and then delivers everything that has arrived. If steps are longer than the
+for at most MAX_PAUSE, and then delivers everything that has arrived. If steps are longer than the
 pause, nothing is delayed. Urgent items (first tokens, results, ends) do not wait for the end of a
 pause; other items do.
 
@@ -22,9 +22,10 @@ from typing import Any
 PAUSE_FACTOR = 15
 """Length of a pause as a multiple of the duration of the delivery before it."""
 MAX_PAUSE = 0.04
-"""Longest pause in seconds. With it, text still grows 25 times a second, as smoothly as a film."""
+"""Longest pause in seconds. Even then, a stream's text grows 25 times a second, which looks
+smooth."""
 MIN_TIMER = 0.002
-"""Shortest timer in seconds. Event loops measure time in milliseconds."""
+"""Shortest timer in seconds: event loops measure time only in milliseconds."""
 
 
 class WakeupThrottle:
@@ -42,9 +43,9 @@ class WakeupThrottle:
 
     The thread appends an item before it reads the state, and the timer reads the items after the
     pause has ended. So the timer sees every item for which the loop was not woken. An urgent item
-    that comes in a pause is delivered immediately, and the pause continues.
+    that arrives during a pause is delivered immediately, and the pause continues.
 
-    The thread uses only `put` and `wake`, the event loop everything else.
+    The thread calls only `put` and `wake`; the event loop calls everything else.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class WakeupThrottle:
             self._loop.call_soon_threadsafe(self._deliver_urgent)
 
     def deliver(self) -> None:
-        """Deliver every item. The tasks that this wakes run before the pause begins, so its length
-        depends on their processor time too."""
+        """Deliver every item. The tasks woken by the delivery run before the pause begins, so the
+        pause's length depends on their processor time too."""
         began = time.thread_time()
         self._postponed = False
         try:
@@ -105,8 +106,8 @@ class WakeupThrottle:
             self._set_timer(pause)
 
     def _pause_ended(self) -> None:
-        """Deliver the items that came during the pause, because the thread may not add another item
-        that would wake the loop."""
+        """Deliver the items that arrived during the pause. Without this they might wait forever,
+        because the thread may never call `wake` again."""
         self._timer = None
         left = self._quiet_until - time.monotonic()
         if left <= 0:

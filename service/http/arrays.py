@@ -25,7 +25,8 @@ PART_BYTES = 2**18
 """Number of bytes written to the socket at a time. The event loop and the engine run between two
 parts."""
 JSON_ELEMENTS = 2**14
-"""Number of elements converted to JSON at a time."""
+"""Arrays of at most this many elements are converted to JSON in one piece. So is every array with
+one axis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,9 +176,9 @@ async def _pieces(content: bytes) -> AsyncIterator[bytes]:
 
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
-    """Reply to a request that needs only the vocabulary. One long and one short text are processed
-    at a time. Each long text briefly needs many times its size in memory, and more threads of
-    Python code would keep the event loop from running."""
+    """Reply to a request that needs only the vocabulary. At most one long request and one short
+    request are processed at a time. A long text briefly needs many times its size in memory, and
+    more threads that run Python would delay the event loop."""
     state = context.request.app.state.service
     async with state.long_texts if _is_long(context) else state.short_texts:
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)

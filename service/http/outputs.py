@@ -91,7 +91,7 @@ class OutputsWriter:
             raise
 
     def end(self) -> None:
-        """End the requests that are still running, and give back the share of the budget."""
+        """End the requests that are still running, and release the reply's share of the budget."""
         self.reader.end()
         self._give_back()
 

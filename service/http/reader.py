@@ -46,8 +46,8 @@ class OutputsReader:
     async def prompts(
         self,
     ) -> AsyncIterator[tuple[int, OutputsRequest, AsyncIterator[OutputsChunk]]]:
-        """The index and request of each prompt, with its chunks. Read all chunks of a prompt before
-        taking the next prompt."""
+        """Yield the index, request and chunks of each prompt. Read all chunks of a prompt before
+        requesting the next prompt."""
         for index, request in enumerate(self._requests):
             if index:
                 self._submission = self._session.submit_next()

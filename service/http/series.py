@@ -46,8 +46,8 @@ async def respond(
 
 
 class RunningSeries:
-    """The jobs of one reply. The memory for values that all jobs share counts against the reply
-    budget until `end` is called."""
+    """The jobs of one reply. Some values are kept in memory for all jobs; they count against the
+    reply budget until `end` is called."""
 
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
@@ -98,7 +98,7 @@ class RunningSeries:
             self.end()
 
     def end(self) -> None:
-        """End the jobs that are still running, and give back the share of the budget."""
+        """End the jobs that are still running, and release the reply's share of the budget."""
         for submission in self._running:
             submission.abort()
         self._running.clear()

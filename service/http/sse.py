@@ -65,7 +65,7 @@ def event(data: Any) -> bytes:
 
 
 async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass on the pieces. Send a comment after each KEEP_ALIVE_SECONDS without a piece."""
+    """Yield the pieces, and a comment after each KEEP_ALIVE_SECONDS without a piece."""
     upcoming = asyncio.ensure_future(anext(pieces, None))
     try:
         while True:
@@ -82,7 +82,7 @@ async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class StreamedResponse(Response):
-    """Writes the pieces of an async iterator as soon as they come.
+    """Writes each piece of an async iterator as soon as the iterator yields it.
 
     on_end         is called exactly once: after the last piece, when the client has left, or when
                    the client has not read a piece for `write_timeout` seconds. It must stop the

@@ -3,7 +3,7 @@
 The source of a constraint is first compiled as a trial, in a separate process with a limit on
 processor time (`model/inference/constraints/sandbox.py`). If that succeeds, it is compiled in this
 process. Trials run in parallel, so a slow trial hardly delays the others. A trial ends when its
-time is over, or when no client waits for its result any more. Equal sources are compiled only once.
+time is over, or when no client is waiting for its result. Equal sources are compiled only once.
 """
 
 import asyncio

@@ -96,8 +96,8 @@ class ModelChoice:
         return self._context(model, _deadline(model, timeout))
 
     async def answering(self, body: ModelBody) -> RequestContext:
-        """The context of the request with this body, whose fields give the model, the step and the
-        timeout. Raises the same errors as `at`."""
+        """The context of the request with this body, whose fields specify the model, the step and
+        the timeout. Raises the same errors as `at`."""
         return await self.at(body.model, body.step, getattr(body, "timeout", None))
 
     async def at(

@@ -1,8 +1,9 @@
 """History: the steps kept by `logitd train --keep-every`, each served as a model.
 
-A request names a step. Its weights are loaded at their first use, into a separate engine, and the
-most recently used steps stay in memory. A step leaves memory only while no request uses it, so a
-request to a step runs and ends like a request to any other model. `lifespan.py` loads the steps.
+A request names a step. The step's weights are loaded at their first use, into a separate engine.
+The most recently used steps stay in memory. A step is removed from memory only if no request uses
+it or its engine has failed, so a request to a step runs and ends like a request to any other model.
+`lifespan.py` loads the steps.
 """
 
 import asyncio

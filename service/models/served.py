@@ -34,10 +34,11 @@ ModelStatus = Literal["ok", "stalled", "failed"]
 class ReplyBudget:
     """Limits the number of array elements that all replies together keep in memory.
 
-    Most replies are sent piece by piece while they are computed. Only two kinds of values are kept
-    in memory: arrays whose first axis is not the position (hidden states, attention weights), and
-    the values of a sweep. Elements count as float32. The limit of a single reply is checked in its
-    plan (`model/operations/operation.py`).
+    Most replies are sent piece by piece while they are computed. The budget counts what is kept in
+    memory instead: arrays that are not written row by row (such as hidden states), values that the
+    jobs of a sweep share, gradients, the attention weights of induction scores, and requested
+    weights. Elements count as float32. The limit of a single reply is checked in its plan
+    (`model/operations/operation.py`).
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,8 +46,8 @@ class ReplyBudget:
         self.used = 0
 
     def take(self, elements: int) -> None:
-        """Count an array that a reply keeps in memory. Raises ApiError (429) if the budget has no
-        room for the array."""
+        """Count the elements that a reply keeps in memory. Raises ApiError (429) if the budget has
+        no room for them."""
         if self.used + elements > self.limit:
             raise queue_full(
                 f"the reply would hold {elements} elements; other replies already hold {self.used} "

@@ -94,10 +94,11 @@ class ServiceState:
             self._steps = None
 
     def status(self) -> tuple[Status, str | None]:
-        """The status of the service, and the reason if it has failed or is waiting.
+        """The status of the service, and the reason if it has failed or hangs, or if it is waiting
+        for the first checkpoint of a training run.
 
-        Models that could not be loaded do not make the service fail if at least one is loaded. An
-        engine that fails or hangs makes the service fail, because restarting the process helps.
+        Models that could not be loaded do not affect the status if at least one is loaded. An
+        engine that fails or hangs does, because restarting the process helps.
         """
         if self._failure is not None:
             return "failed", self._failure

@@ -116,7 +116,7 @@ class ChatFormat:
         return "tool_calls" if self._functions and reason == "stop" else reason
 
     def _call(self, native: dict[str, Any]) -> dict[str, Any] | None:
-        """The new part of the choice's call; None if there is none."""
+        """The new part of the function call in a choice; None if there is none."""
         growing = self._calls.setdefault(native["index"], GrowingCall(self._functions))
         return growing.push(native["text"], reason=native["finish_reason"])
 

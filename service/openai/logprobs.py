@@ -49,7 +49,8 @@ class PlacedToken:
 class ShownTokens:
     """Collects the tokens of one choice and returns each when the choice's text reaches it.
 
-    prompt_tokens  number of leading tokens that echo the prompt; the decoder restarts after them
+    prompt_tokens  number of leading tokens that echo the prompt. The tokens after them are decoded
+                   separately, so no character continues across the end of the prompt
     """
 
     def __init__(self, *, prompt_tokens: int = 0) -> None:

@@ -81,7 +81,7 @@ class GrowingCall:
 
     def _known(self) -> str | None:
         """The called function's name; None if it is not known yet. If there are several functions,
-        the text begins with the name, which is then removed."""
+        the text names the function before the arguments; everything up to them is removed."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:

@@ -31,7 +31,7 @@ class CommandSettings(BaseSettings):
 
     command     name of the command
     groups      titles of the groups of flags in the help, in their order. Each key is the first
-    field of a group; if a group is split into two parts, each part has a key
+                field of a group. If a group is split into two parts, there is a key for each part
     flag_names  additional flags of fields, without dashes
     needs       fields that have an effect only with some values of earlier fields. Each has a test
                 of the earlier values, and a message for users if the test fails

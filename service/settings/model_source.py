@@ -17,7 +17,8 @@ MAX_NAME = 200
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model to serve: its name, and the path of a checkpoint or run. A run is served with its
-    best checkpoint. If `name` is None, the checkpoint's folder or run names it."""
+    best checkpoint. If `name` is None, the model is named after its run, or after its folder if
+    it is not in a run."""
 
     path: Path
     name: str | None = None

@@ -1,7 +1,7 @@
 """Attributes of a request's span, named according to OpenTelemetry's conventions for HTTP and
 generative AI.
 
-Names that the conventions do not have begin with `logitd.`. Attributes never contain text of a
+Names that the conventions do not define begin with `logitd.`. Attributes never contain text of a
 prompt or an answer, stop strings or a client's address. This module does not need OpenTelemetry's
 packages.
 """
@@ -128,8 +128,9 @@ def _carried(seed: int) -> int | None:
 
 
 def _error_type(ended: Ended) -> str | None:
-    """The server's failure, if any: an exception, a 5xx status, or a failed sequence. By the
-    conventions, neither a refused request nor a client that leaves is an error of the server."""
+    """The server's failure, if any: an exception, a 5xx status, or a failed sequence. According
+    to the conventions, neither a refused request nor a client that leaves is an error of the
+    server."""
     if ended.exception is not None:
         return ended.exception
     if ended.status >= 500 or not ended.status:

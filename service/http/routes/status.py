@@ -49,9 +49,9 @@ UNREADY: dict[int | str, dict[str, Any]] = {
     summary="Check readiness",
 )
 async def ready(state: State, response: Response) -> Health:
-    """200 while requests are answered; 503 while the server is loading or draining, or after it has
-    failed. If one of several models could not be loaded, the reply names it, and the other models
-    are served."""
+    """200 while requests are answered; 503 while the server is loading, draining or stalled, or
+    after it has failed. If one of several models could not be loaded, the reply names it, and the
+    other models are served."""
     health = _health(state)
     if health.status != "ok":
         response.status_code = 503
