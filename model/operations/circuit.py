@@ -232,5 +232,5 @@ The strongest tokens, heads and neurons that explain a share of the difference b
 With attention weights, norm scales and gates frozen, the model is linear, so an edge is a product
 of weights, and the contributions of the parts add up. The circuit is then verified without freezing
 anything: `verification` has the difference with only the circuit, and with everything except the
-circuit. A step of the engine computes one block of one prompt.""",
+circuit. The engine computes a circuit in small pieces, with steps of other requests in between.""",
 )

@@ -349,8 +349,9 @@ SWEEP = Operation(
     description="""\
 Apply an intervention to one layer, head or position after another, and return a metric for each:
 a token's logit, probability or loss, the difference between the logits of two tokens, or the
-divergence of the distribution. For example, ablate each head in turn, or patch each layer at each
-position. Several prompts give the mean and the spread.
+divergence of the distribution from the one without the intervention. For example, ablate each head
+in turn, or patch each layer at each position. For several prompts, the reply has the mean and the
+spread.
 
 With `stream`, the first event has the members that are known before the cells; then follow
 `{"cell": ...}` for each cell as soon as it is computed, and `[DONE]`.""",

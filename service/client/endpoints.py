@@ -294,8 +294,9 @@ def sweep(
 ) -> Call[Sweep]:
     """Apply an intervention to one layer, head or position after another, and return a metric for
     each: a token's logit, probability or loss, the difference between the logits of two tokens, or
-    the divergence of the distribution. For example, ablate each head in turn, or patch each layer
-    at each position. Several prompts give the mean and the spread."""
+    the divergence of the distribution from the one without the intervention. For example, ablate
+    each head in turn, or patch each layer at each position. For several prompts, the reply has the
+    mean and the spread."""
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
 
@@ -333,7 +334,8 @@ def circuit(prompt: Prompt, **fields: Unpack[CircuitFields]) -> Call[Circuit]:
     logits. With attention weights, norm scales and gates frozen, the model is linear, so an edge is
     a product of weights, and the contributions of the parts add up. The circuit is then verified
     without freezing anything: `verification` has the difference with only the circuit, and with
-    everything except the circuit. A step of the engine computes one block of one prompt."""
+    everything except the circuit. The engine computes a circuit in small pieces, with steps of
+    other requests in between."""
     return record("/circuit", Circuit, {"prompt": prompt, **fields})
 
 
