@@ -64,7 +64,7 @@ def launches(
         logits = torch.zeros(rows, config.vocab_size)
         step.logits(given, given[:, 0], logits, keys=32, several=rows == 40)
     for kernel, args, sizes in found:
-        yield kernel, args, {**sizes, "LINKED": linked and len(args[0]) <= forward.LINKED_ROWS}
+        yield kernel, args, {**sizes, "LINKED": linked}
 
 
 def source_of(
