@@ -5,9 +5,10 @@ import { surprise } from "./sampling.js";
 
 export const MOST_BITS = 10;
 
-// White space and empty texts become visible characters.
+// White space, control characters and empty texts become visible characters.
 export const visible = (text) =>
-  text === "" ? "∅" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
+  text === "" ? "∅" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·").replace(/\p{Cc}/gu, escaped);
+const escaped = (control) => `\\x${control.charCodeAt(0).toString(16).padStart(2, "0")}`;
 
 export const percent = (prob) => {
   const value = 100 * prob;

@@ -107,4 +107,5 @@ def share(text: str) -> float:
 
 
 def shown(text: str) -> str:
-    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    text = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)

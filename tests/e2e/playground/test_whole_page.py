@@ -28,6 +28,12 @@ from tests.service.application.test_playground_files import LEAST_CONTRAST, cont
 pytestmark = pytest.mark.slow
 
 
+def test_control_characters_are_visible(server: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{server.url}/#prompt=a%01%7F&tab=tokens"))
+    page.wait_for_selector("#pieces li")
+    assert "".join(page.locator("#pieces .written").all_text_contents()) == "a\\x01\\x7f"
+
+
 def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, page: Page) -> None:
     text = generate(page, seed=5, max_tokens=70, temperature=1)
     prompt = page.locator(".tokens .of-prompt").count()
