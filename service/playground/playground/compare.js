@@ -82,6 +82,7 @@ export class Compare {
   #names;
   #running = null; // AbortController of both streams
   #ready = null; // promise of the facts of both models
+  #compared = {}; // the form and the seed of the shown texts
   #sides;
 
   constructor(app, names) {
@@ -93,7 +94,10 @@ export class Compare {
 
   // This tab's part of a link.
   state() {
-    return this.#names.length < 2 ? {} : { left: find("left").value, right: find("right").value };
+    if (this.#names.length < 2) return {};
+    const { form, seed } = this.#compared;
+    const same = this.#app.tab === "compare" && form === JSON.stringify(this.#app.form());
+    return { left: find("left").value, right: find("right").value, ...(same && { seed }) };
   }
 
   open() {
@@ -141,7 +145,7 @@ export class Compare {
       ),
       element("p", { class: "hint", id: "compare-settings" }),
       element("div", { class: "two" }, ...this.#sides.map((side) => side.place)),
-      hint("Choose a token to compare both distributions in its place."),
+      hint("Choose a token to compare both distributions there."),
       surpriseLegend(),
       element("p", { id: "divergence", role: "status" }),
       element("div", { id: "both", "aria-live": "polite" }),
@@ -172,7 +176,10 @@ export class Compare {
     find("divergence").textContent = "";
     try {
       await this.#ready;
-      const body = { seed: drawSeed(), ...this.#app.request() };
+      const form = this.#app.form();
+      const body = { seed: drawSeed(), ...this.#app.request(form) };
+      this.#compared = { form: JSON.stringify(form), seed: body.seed };
+      this.#app.remember();
       for (const side of this.#sides) side.clear();
       await Promise.all(this.#sides.map((side) => side.stream(body, running.signal)));
       if (this.#running === running) await this.#diverge(body.seed);
@@ -209,6 +216,7 @@ export class Compare {
 
   // Show both distributions after the prompt.
   async #afterPrompt() {
+    this.#compared = {};
     try {
       await this.#ready;
       const prompt = this.#app.prompt();
@@ -225,7 +233,7 @@ export class Compare {
   #look(side, index, span) {
     if (index === 0) return; // no distribution predicts the first token
     for (const other of this.#sides) choose(other.text, other === side ? span : null);
-    this.#show(`In the place of "${span.textContent}" of ${side.letter}`, side.before(index), side);
+    this.#show(`Candidates for token ${index} of ${side.letter}, "${side.vocabulary.shown(span.textContent)}"`, side.before(index), side);
   }
 
   // Show both distributions after a text; `ids` are tokens of the side `own`.

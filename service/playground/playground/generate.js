@@ -213,7 +213,7 @@ export class Generate {
     const at = index - run.prompt.length;
     const ids = run.ids();
     this.#distribution.show({
-      title: `In the place of token ${index}, "${this.#app.vocabulary.named(run.all()[index])}"`,
+      title: `Candidates for token ${index}, "${this.#app.vocabulary.named(run.all()[index])}"`,
       ids: ids.slice(0, index),
       chosen: ids[index],
       interventions: within(run.body.interventions ?? [], run.prompt.length, index),

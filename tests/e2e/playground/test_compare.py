@@ -88,6 +88,14 @@ def test_chosen_tokens_show_both_distributions(pair: ServedProcess, new_page: Ne
             assert told_share == pytest.approx(100 * entry["prob"], abs=0.0101)
 
 
+def test_links_have_the_drawn_seed(pair: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{pair.url}/#prompt=import&tab=compare&max_tokens=24"))
+    texts = compared(page)
+    page.wait_for_function("location.hash.includes('seed=')")
+    assert compared(ready(new_page(page.url))) == texts
+    assert compared(page) != texts, "each comparison draws its own seed"
+
+
 def test_chosen_model_stays_in_links(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=12"))
     assert page.input_value("#model") == "small"
