@@ -32,6 +32,9 @@ CALLER = "logitd.caller"
 
 ADMIN = "/admin"
 """Paths below this one need the administrator's key instead of an API key."""
+COMPUTED = ("/features/", "/weights/")
+"""Beginnings of the paths whose GET requests compute: the logits of a feature, the matrices of a
+head."""
 MIN_KEY_LENGTH = 8
 SAFE_KEY_LENGTH = 16
 """Shorter keys are accepted with a warning."""
@@ -115,7 +118,7 @@ class ApiKeyCheck:
         scope[CALLER] = name or NO_KEY
         if name is None and not is_public(scope["path"], self._public):
             await _unauthorized(presented is not None)(scope, receive, send)
-        elif name is None or scope["method"] != "POST":
+        elif name is None or not counts(scope["method"], scope["path"]):
             await self._app(scope, receive, send)
         else:
             await self._limited(name, scope, receive, send)
@@ -129,6 +132,11 @@ class ApiKeyCheck:
                 await error.response()(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
+
+
+def counts(method: str, path: str) -> bool:
+    """True if a request counts toward the limits of its key, because it computes."""
+    return method == "POST" or (method == "GET" and path.startswith(COMPUTED))
 
 
 def is_public(path: str, public: Collection[str]) -> bool:

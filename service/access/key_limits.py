@@ -1,10 +1,9 @@
 """KeyLimits: limits the requests per minute and the concurrent requests of each API key.
 
 Requests above the limits are answered with 429. The message names the key and the limit that it
-exceeded; other keys are not affected. Only POST requests count, because requests with other methods
-compute nothing. The allowance of a key refills at a constant rate (a leaky bucket), so a key that
-was idle for a minute may send a whole minute's requests at once. Call KeyLimits only on the event
-loop.
+exceeded; other keys are not affected. Only requests that compute count (`counts` in `auth.py`). The
+allowance of a key refills at a constant rate (a leaky bucket), so a key that was idle for a minute
+may send a whole minute's requests at once. Call KeyLimits only on the event loop.
 `service/engine/admission.py` has the limits of the queue.
 """
 

@@ -336,13 +336,14 @@ class ServeSettings(ComputeSettings):
         0,
         ge=0,
         le=1_000_000,
-        description="maximum number of POST requests per minute of each API key; 0 is no limit",
+        description="maximum number of requests per minute of each API key, counting every POST, "
+        "GET /features/{index} and GET /weights/{name}; 0 is no limit",
     )
     key_at_once: int = Field(
         0,
         ge=0,
         le=1_000_000,
-        description="maximum number of concurrent requests of each API key; 0 is no limit",
+        description="maximum number of these requests of each API key at once; 0 is no limit",
     )
     public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
     cors_origins: Origins = ()
