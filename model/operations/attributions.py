@@ -34,6 +34,7 @@ from logitd.model.operations.prompts import encode_all, resolve_position
 from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import UnknownStage, match_stages
 
 LISTED_NUMBER = 8
 """Each number in a list counts as this many elements of a reply, because it takes 32 bytes in
@@ -234,7 +235,10 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
 
 
 def _probe(direction: Direction, config: GPTConfig) -> Probe:
-    (stage, *others) = resolve_stages([direction.stage], config)
+    try:
+        (stage, *others) = match_stages([direction.stage], config)
+    except UnknownStage as error:
+        raise InvalidRequest(f"direction.stage: {error}", "direction") from error
     if others:
         raise InvalidRequest(
             f"direction.stage is {direction.stage!r}, which names several stages; name one",

@@ -40,7 +40,7 @@ COMMON_NAMES = {
 """Names that other servers use for fields, and the names used here."""
 
 IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
-PLACES = "a list of integers or {'from': start, 'to': stop}"
+PLACES = f"a list of integers (1 to {MAX_IDS} of them) or {{'from': start, 'to': stop}}"
 DIRECTION = (
     "a list of numbers, a list of such lists (one for each head), or {'from': ..., 'minus': ...}"
 )
@@ -50,8 +50,7 @@ SEVERAL_FORMS = {
     "continuations": f"a list of strings and of lists of {IDS}",
     "stop": f"a string of 1 to {MAX_STOP_LENGTH} characters or a list of such strings "
     f"({MAX_STOP_STRINGS} at most)",
-    "positions": f"'last', 'all', a list of integers (1 to {MAX_IDS} of them) or "
-    "{'from': start, 'to': stop}",
+    "positions": f"'last', 'all', {PLACES}",
     "tokens": f"a list of {IDS}, or a list of such lists ({MAX_PROMPTS} at most)",
     "baseline": "'zero' or a token id",
     **dict.fromkeys(("token", "minus"), "a string, or a list with one for each prompt"),
@@ -126,15 +125,21 @@ def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> Inv
     distinct: dict[str, None] = {}
     for problem in problems:  # suggestions are slow: make them only for sentences that are shown
         known = fields if len(distinct) < MAX_REPORTED else ()
-        distinct[_sentence(problem, known)] = None
+        distinct[describe_problem(problem, known)] = None
     sentences = list(distinct)
     if len(sentences) > MAX_REPORTED:
         sentences[MAX_REPORTED:] = [f"and {len(sentences) - MAX_REPORTED} more"]
     location = problems[0]["loc"]
-    return InvalidRequest("; ".join(sentences), clip(str(location[0])) if location else None)
+    if location:
+        return InvalidRequest("; ".join(sentences), clip(str(location[0])))
+    # The sentence of a rule about several fields begins with one of them.
+    first = sentences[0].partition(" ")[0].partition(".")[0]
+    return InvalidRequest("; ".join(sentences), first if first in fields else None)
 
 
-def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
+def describe_problem(problem: Mapping[str, Any], fields: Collection[str] = ()) -> str:
+    """A sentence for one of pydantic's errors. A suggestion for an unknown field is one of
+    `fields`."""
     location, kind, message = problem["loc"], problem["type"], str(problem["msg"])
     for length in range(1, len(location)):  # a longer location is about one of several forms
         name = ".".join(part for part in location[:length] if isinstance(part, str))

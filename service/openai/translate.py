@@ -169,4 +169,4 @@ def _native(
     try:
         return GenerateRequest.model_validate({**values, **fields})
     except ValidationError as error:
-        raise describe_errors(error) from error
+        raise describe_errors(error, GenerateRequest.model_fields) from error

@@ -223,13 +223,19 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
                 f"the stage that it reads, {stage.name.partition('.sae.')[0]}",
                 "stages" if stage in stages else "direction",
             )
-    if "logits" in task.stages or (probe is not None and probe.stage == "logits"):
+    if "logits" in task.stages:
         raise InvalidRequest(
             "the logits are the target, so their gradients are 1 and -1; name an earlier stage",
             "stages",
         )
     if probe is None:
         return
+    if probe.stage == "logits":
+        raise InvalidRequest(
+            "direction.stage is 'logits'; name an earlier stage, or leave direction out and choose "
+            "logits with token and minus",
+            "direction",
+        )
     if not {"gradient_times_input"}.issuperset(task.methods):
         raise InvalidRequest(
             f"methods is {list(task.methods)}; with a direction only gradient_times_input is "

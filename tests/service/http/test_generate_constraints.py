@@ -112,8 +112,8 @@ def test_stop_strings_and_tokens_end_it_earlier(server: Serving) -> None:
 # Refusals
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
-    "two": ({"regex": "a", "choice": ["a"]}, None, "regex and choice are alternatives"),
-    "all": (CONSTRAINTS, None, "regex and json_schema and choice and grammar are alternatives"),
+    "two": ({"regex": "a", "choice": ["a"]}, "regex", "regex and choice are alternatives"),
+    "all": (CONSTRAINTS, "regex", "regex and json_schema and choice and grammar are alternatives"),
     "allowed_token_ids": (
         {"regex": "a", "allowed_token_ids": [97]},
         "allowed_token_ids",

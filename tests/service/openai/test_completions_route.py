@@ -303,7 +303,7 @@ def test_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
         ({"seed": 2**63}, "seed"),
         ({"logprobs": 258}, "logprobs"),
         ({"logit_bias": {"257": 1}}, "logit_bias"),
-        ({"echo": True, "logprobs": 1, "logprobs_stage": "processed"}, None),
+        ({"echo": True, "logprobs": 1, "logprobs_stage": "processed"}, "echo"),
     ],
     ids=lambda value: str(value)[:50],
 )
