@@ -24,6 +24,7 @@ from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import PARAM
 from logitd.model.operations.prompts import clip
+from logitd.model.operations.validation import describe_problem
 from logitd.model.plural import pluralize
 from logitd.service.engine.admission import Limit, QueueFull
 from logitd.service.engine.submission import REPLACED, EngineStopped
@@ -179,9 +180,9 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def wrong_query_or_path(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        name = str(first["loc"][-1])
-        message = f"{name} is {clip(str(first['input']))!r}: {first['msg']}"
-        return bad_request(message, name).response()
+        location = first["loc"][1:]  # without "query" or "path"
+        message = describe_problem({**first, "loc": location})
+        return bad_request(message, str(location[0])).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.dependencies.models import Dependant
 from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from logitd.model.operations.prompts import clip
 from logitd.model.plain_integer import plain_integer
@@ -45,7 +46,15 @@ def _parameters(dependant: Dependant) -> Iterator[str]:
         yield from _parameters(each)
 
 
-PlainInt = Annotated[int, BeforeValidator(plain_integer)]
+def _plain_integer(text: str) -> int:
+    try:
+        return plain_integer(text)
+    except ValueError as error:
+        message = "Input should be an integer of at most 18 plain digits"
+        raise PydanticCustomError("plain_integer", message) from error
+
+
+PlainInt = Annotated[int, BeforeValidator(_plain_integer)]
 """An integer in a path or a query. pydantic alone would also accept "+1", " 1", "1_0" and "1.0"."""
 KNOWN_QUERY = Depends(_refuse_unknown)
 """Dependency of routers whose endpoints take query parameters."""

@@ -130,8 +130,12 @@ def test_array_forms_hold_the_same_numbers(server: Serving) -> None:
             for each in ("", "+1", " 1", "1_0", "01", "1e0", "\u0661", "0:+2", "9" * 30)
         ),
         ("W_E", {"slice": ["0", "1"]}, 400, "slice", "given 2 times"),
-        ("W_E", {"step": "+1"}, 400, "step", "plain digits"),
-        ("W_E", {"step": "-1"}, 400, "step", "greater than or equal to 0"),
+        *(
+            ("W_E", {"step": each}, 400, "step", "step must be an integer of at most 18 plain")
+            for each in ("+1", "9" * 20)
+        ),
+        ("W_E", {"step": "-1"}, 400, "step", "step must be greater than or equal to 0, not '-1'"),
+        ("W_E", {"dtype": "int4"}, 400, "dtype", "'float16' or 'bfloat16', not 'int4'"),
         ("W_E", {"step": "1"}, 400, "step", "--history"),
         ("W_E", {"dtype": "bfloat16"}, 400, "dtype", "cannot hold bfloat16"),
         ("W_E", {"part": "0"}, 400, "part", "unknown query parameter"),
