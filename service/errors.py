@@ -85,6 +85,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, "invalid_request_error", message, param, code)
 
 
+def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The error for a path, or a thing named in a request, that the server does not have."""
+    return ApiError(404, "not_found_error", message, param, code)
+
+
 def body_too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes"
     return ApiError(413, "invalid_request_error", message, None, "body_too_large")
@@ -195,7 +200,7 @@ def _from_status(status: int, request: Request) -> ApiError:
     path = clip(request.scope["path"])
     match status:
         case 404:
-            return ApiError(404, "not_found_error", f"there is no {path} here; see /docs")
+            return not_found(f"there is no {path} here; see /docs")
         case 405:
             message = f"{path} does not support {request.method}; see /docs"
             return ApiError(405, "invalid_request_error", message)
@@ -209,7 +214,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "A field is wrong, or the context is too short",
         401: "The API key is missing or wrong",
         403: "The server does not allow this request",
-        404: "The model is not served here",
+        404: "The path, or the model, weight or feature, does not exist",
         406: "No format in `Accept` can be sent",
         408: "The request came too slowly",
         409: "The state of the server does not allow this",

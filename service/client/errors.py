@@ -79,7 +79,7 @@ class PermissionDeniedError(APIStatusError):
 
 
 class NotFoundError(APIStatusError):
-    """404: the server has no such model or path."""
+    """404: the server has no such path, or no model, weight or feature of this name."""
 
 
 class ConflictError(APIStatusError):

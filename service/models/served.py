@@ -18,7 +18,7 @@ from logitd.service.access.auth import KeyRing
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.build import Computation
-from logitd.service.errors import ApiError, not_loaded, queue_full
+from logitd.service.errors import ApiError, not_found, not_loaded, queue_full
 from logitd.service.models.constraints import Constraints
 from logitd.service.models.history import History
 from logitd.service.models.reloader import Reloader
@@ -157,9 +157,7 @@ class Models:
         known = f"{', '.join(firsts)} and {last} are" if firsts else f"{last} is"
         if (more := len(self.every) - NAMED) > 0:
             known += f", and {more} more"
-        return ApiError(
-            404,
-            "not_found_error",
+        return not_found(
             f"the model {name[:80]!r} is not served here, {known}; --any-model-name makes the "
             "server accept any name",
             "model",

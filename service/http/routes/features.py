@@ -13,7 +13,7 @@ from logitd.model.operations.features import described_feature, promotion_reques
 from logitd.model.operations.prompts import clip
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.features import Features
-from logitd.service.errors import ApiError, errors
+from logitd.service.errors import errors, not_found
 from logitd.service.http.query import KNOWN_QUERY, PlainInt
 from logitd.service.http.schemas import FeatureReply, FeaturesReply
 from logitd.service.models.context import RequestContext
@@ -66,9 +66,7 @@ async def feature(
     autoencoder's stage is not as wide as the residual stream."""
     chosen = _chosen(context, sae)
     if not 0 <= index < chosen.count:
-        raise ApiError(
-            404,
-            "not_found_error",
+        raise not_found(
             f"feature {index} does not exist; {chosen.name} has {chosen.count} features (0 "
             f"to {chosen.count - 1})",
             "index",
@@ -99,4 +97,4 @@ def _chosen(context: RequestContext, name: str | None) -> Features:
         else f"{context.model.name} is served without a sparse autoencoder: start the server with "
         "--sae NAME=DIR"
     )
-    raise ApiError(404, "not_found_error", message, "sae")
+    raise not_found(message, "sae")

@@ -11,7 +11,7 @@ from logitd.model.checkpoint.card_and_curve import read_card, read_curve, read_p
 from logitd.model.operations.operation import checkpoint_name
 from logitd.model.operations.prompts import clip
 from logitd.model.version import VERSION
-from logitd.service.errors import ApiError, errors
+from logitd.service.errors import errors, not_found
 from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.http.schemas import (
     CardReply,
@@ -167,9 +167,7 @@ def history(context: Chosen) -> HistoryReply:
     may still be in progress. Needs a server with --history."""
     kept, name = context.model.history, context.model.name
     if kept is None:
-        raise ApiError(
-            404,
-            "not_found_error",
+        raise not_found(
             f"no history of the model {clip(name)!r} is served: start the server with --history",
             None,
             "no_history",

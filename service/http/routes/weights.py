@@ -19,7 +19,7 @@ from logitd.model.checkpoint.stored_weights import Part, StoredWeights, Weight, 
 from logitd.model.operations.body import DType
 from logitd.model.operations.operation import checkpoint_name
 from logitd.model.operations.prompts import clip
-from logitd.service.errors import ApiError, bad_request, errors
+from logitd.service.errors import ApiError, bad_request, errors, not_found
 from logitd.service.http import sse
 from logitd.service.http.arrays import (
     ITEM_BYTES,
@@ -185,7 +185,7 @@ def _choose(
         shape = stored.shape_of(name)
     if shape is None:
         message = f"there is no weight {clip(name)!r}; GET /weights lists those of the model"
-        raise ApiError(404, "invalid_request_error", message, "name")
+        raise not_found(message, "name")
     try:
         return parse_part(text, shape)
     except ValueError as error:
@@ -208,4 +208,4 @@ def _opened(checkpoint: CheckpointInfo) -> StoredWeights:
 
 
 def _conflict(error: CheckpointError) -> ApiError:
-    return ApiError(409, "invalid_request_error", str(error), None, "checkpoint_changed")
+    return ApiError(409, "conflict_error", str(error), None, "checkpoint_changed")

@@ -16,7 +16,7 @@ from logitd.service.client import Client
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages
 from tests.service.http.asking import IDS, NPY, SAFETENSORS
-from tests.service.serving import Serving, serving
+from tests.service.serving import Serving, error_of, serving
 
 
 def reply(server: Serving, name: str, **query: Any) -> Any:
@@ -147,6 +147,7 @@ def test_wrong_name_or_query_is_refused(
     response = server.client.get(f"/weights/{name}", params=query)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert said in error["message"]
 
 
@@ -163,8 +164,6 @@ def test_large_and_replaced_weights_are_refused(tmp_path: Path) -> None:
         gpt.token_embedding.weight.data *= 2
         save_tiny_checkpoint(path, gpt)
         response = small.client.get("/weights/W_E", params={"slice": "0"})
-        assert (response.status_code, response.json()["error"]["code"]) == (
-            409,
-            "checkpoint_changed",
-        )
+        error = error_of(response, 409)
+        assert (error.type, error.code) == ("conflict_error", "checkpoint_changed")
         assert small.state.reply_budget.used == 0
