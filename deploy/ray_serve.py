@@ -106,8 +106,9 @@ class RaySettings(ServeSettings):
     @field_validator("max_replicas")
     @classmethod
     def _at_least_min_replicas(cls, value: int, info: ValidationInfo) -> int:
-        if value < info.data.get("min_replicas", 1):
-            raise ValueError("it is less than --min-replicas; set it to at least that number")
+        least = info.data.get("min_replicas", 1)
+        if value < least:
+            raise ValueError(f"must be at least --min-replicas, which is {least}")
         return value
 
     @field_validator(*REFUSED)
@@ -122,9 +123,7 @@ class RaySettings(ServeSettings):
     @classmethod
     def _is_a_fixed_port(cls, value: int) -> int:
         if value == 0:
-            raise ValueError(
-                "it cannot be 0, because Ray's proxies need a fixed port: choose a port number"
-            )
+            raise ValueError("Ray's proxies need a fixed port: choose a port number other than 0")
         return value
 
 

@@ -122,8 +122,8 @@ def measure_engine(
             if (fewest := min(map(len, runs))) < FEWEST_STEPS:
                 raise BenchmarkError(
                     f"all {size} sequences decoded together in only {fewest} steps; at least "
-                    f"{FEWEST_STEPS} are needed: raise --tokens {workload.tokens}, or lower "
-                    "--batches"
+                    f"{FEWEST_STEPS} are needed: raise --tokens, which is {workload.tokens}, "
+                    "or lower --batches"
                 )
             live = statistics.mean(positions for run in runs for *_, positions in run)
             if gpt is not None:

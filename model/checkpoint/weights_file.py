@@ -111,8 +111,8 @@ def read_header(file: HeaderFile) -> tuple[StoredTensor, ...]:
     for tensor in tensors:
         if tensor.start != end:
             raise WeightsFileError(
-                f"{tensor.name} begins at {tensor.start:,}, but the tensor before it ends at "
-                f"{end:,}"
+                "tensors must follow each other without gaps or overlaps, but "
+                f"{tensor.name} begins at byte {tensor.start:,} of the data instead of {end:,}"
             )
         end = tensor.end
     rest = file.size - file.taken

@@ -209,9 +209,10 @@ def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: St
             compare(request, file.tensors, rows=config.rows, length=min(2, config.context_length))
         except CodeError as error:
             raise ConvertError(
-                f"without the other files of its folder, {config.code}{error}. A checkpoint keeps "
-                f"only the source files ({', '.join(sources)}): put the values that it reads "
-                "from other files into the code"
+                f"{config.code} was run without the other files of its folder and failed: "
+                f"{str(error).removeprefix(':').strip()}. A checkpoint keeps only the source files "
+                f"({', '.join(sources)}): put the values that the code reads from other files into "
+                "the code"
             ) from error
 
 

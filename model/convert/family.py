@@ -89,7 +89,8 @@ def nearest(config: GPTConfig) -> GPTConfig:
     ConvertError if no change helps."""
     while found := objections(config):
         if stuck := [objection for objection in found if objection.instead is None]:
-            raise ConvertError(f"{_listed(stuck)}; no other value can be exported in its place")
+            keys = " or ".join(objection.key for objection in stuck)
+            raise ConvertError(f"{_listed(stuck)}; no other value of {keys} can be exported either")
         changes = {objection.key: objection.instead for objection in found}
         config = replace(config, **changes, **_following(config, changes))
     return config

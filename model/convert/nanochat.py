@@ -203,9 +203,9 @@ def _sizes(
     keys = tensors.get("transformer.h.0.attn.c_k.weight")
     if not gates or keys is None or context_length is None:
         raise ConvertError(
-            f"{path} is a nanochat file, and nanochat stores the numbers of heads and the windows "
+            f"{path} is a nanochat file; the numbers of heads and the attention windows are stored "
             f"in {meta.name}: copy that file to the same folder"
-            + ("" if not gates else ", or give the trained length as --context-length")
+            + ("" if not gates else ", or set --context-length to the model's context length")
         )
     rows, width = tensors["transformer.wte.weight"].shape
     kv_heads = len(gates[0])

@@ -65,8 +65,8 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
         if size > max(storage.nbytes(), REPEATED_BYTES):
             raise ConvertError(
                 f"{path}: {name} has the shape {tuple(tensor.shape)}, which takes {size:,} bytes, "
-                f"but the file has only {storage.nbytes():,} bytes for it, so values would be "
-                "repeated"
+                f"but the file stores only {storage.nbytes():,} bytes for it: save a tensor that "
+                "stores every value, such as tensor.contiguous()"
             )
     if archive is None:
         return

@@ -24,7 +24,8 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
     short text yields fewer ids. `pieces` have at most PIECE characters each. Raises DataError."""
     if vocab_size < SMALLEST:
         raise DataError(
-            f"vocab_size {vocab_size} is below {SMALLEST}, the 256 bytes and {END_OF_TEXT}"
+            f"vocab_size {vocab_size} is below {SMALLEST}: each of the 256 bytes and {END_OF_TEXT} "
+            "needs an id"
         )
     try:
         import rustbpe

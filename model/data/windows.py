@@ -82,7 +82,9 @@ def rolling_windows(
             "at least 2 are needed"
         )
     if not 1 <= stride <= window:
-        raise ValueError(f"stride is {stride}; it must be from 1 to the window's {window}")
+        raise ValueError(
+            f"stride is {stride}; it must be from 1 to {window}, the number of tokens in a window"
+        )
     last = shard.count - 1  # the last token that is predicted
     width = min(window, last)
     starts = [*range(0, last - width, min(stride, width)), last - width]

@@ -68,7 +68,8 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
     data = checkpoint.training.data
     if data.get("built_in") is not True:
         raise DataError(
-            "the checkpoint is not in a run directory and was not trained on Python's own text"
+            "the checkpoint has no held-out text, because it is not in a run directory and was not "
+            "trained on Python's own text"
         )
     known = data.get("val_bytes")
     limit = min(at_most, known) if isinstance(known, int) else READ_BYTES

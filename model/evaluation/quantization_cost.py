@@ -116,7 +116,7 @@ def measure_quantization(
         kept = kv_cache_dtype != "auto"
         gentler = "kv_cache_dtype to auto" if kept else f"quantize to {GENTLER[kind]}"
         raise KernelError(
-            f"{cost.sentence()}, but max_quantization_loss is {at_most}: set {gentler}, or raise "
-            "max_quantization_loss (any: no limit)"
+            f"{cost.sentence()}, but max_quantization_loss is {at_most}: set {gentler}, or "
+            "raise max_quantization_loss ('any' means no limit)"
         )
     return cost

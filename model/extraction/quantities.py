@@ -275,7 +275,7 @@ def choose_lens(top_k: int, config: ModelConfig) -> LensFigures:
             else "extract the blocks' outputs with --stages"
         )
         raise ExtractionError(
-            f"top_k is {top_k}: the figures of {lens.layers} layers and a window of {window:,} "
+            f"top_k is {top_k}: the lens values of {lens.layers} layers for a window of {window:,} "
             f"tokens take {window * lens.row_bytes:,} bytes; the limit is {WINDOW_BYTES:,}: {fix}"
         )
     return lens

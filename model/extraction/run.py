@@ -227,8 +227,9 @@ def _check_unchanged(before: Survey, after: Survey, text: Text, folder: Extracti
         raise ExtractionError(
             f"{text.name} changed while it was read: it had {before.bytes:,} bytes in "
             f"{pluralize(before.documents, 'document', ',')}, then {after.bytes:,} in "
-            f"{after.documents:,} (sha256 {before.sha256[:12]}, {after.sha256[:12]}). Shards may "
-            "contain either: start over in another --out with a text that does not change"
+            f"{after.documents:,} (sha256 {before.sha256[:12]}, {after.sha256[:12]}). Some "
+            "shards may contain the old text: start over in another --out with a text that does "
+            "not change"
         )
 
 

@@ -297,7 +297,9 @@ class HookedGPT:
         if config.norm_position == "post" or (
             config.norm == "layernorm" and (config.smear or config.value_embeddings)
         ):
-            raise InvalidRequest("the norms of this shape cannot be folded: use no_processing=True")
+            raise InvalidRequest(
+                "the model's norms cannot be folded into its weights: use no_processing=True"
+            )
         if refactor_factored_attn_matrices and (
             config.positions == "rotary"
             or config.qk_norm
@@ -305,9 +307,9 @@ class HookedGPT:
             or config.n_kv_head < config.n_head
         ):
             raise InvalidRequest(
-                "refactor_factored_attn_matrices is not possible for this shape: its queries and "
-                "keys are rotated or normalized, its heads share keys, or its values have "
-                "embeddings; leave it out"
+                "refactor_factored_attn_matrices is not possible for this model: its queries and "
+                "keys are rotated or normalized, its heads share keys and values, or it has value "
+                "embeddings. Leave the option out"
             )
         fold_weights(
             self._gpt,

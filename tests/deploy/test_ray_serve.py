@@ -253,7 +253,10 @@ def test_sigterm_ends_all_processes(on_ray: OnRay) -> None:
         (["--drain-grace", "5"], "HAProxy manages the clients' connections"),
         (["--import-model"], "run `logitd import` first"),
         (["--port", "0"], "choose a port"),
-        (["--min-replicas", "2", "--max-replicas", "1"], "less than --min-replicas"),
+        (
+            ["--min-replicas", "2", "--max-replicas", "1"],
+            "--max-replicas: must be at least --min-replicas, which is 2",
+        ),
         (["checkpoints/none"], "does not exist"),
         (["--no-such-flag"], "--no-such-flag"),
     ],

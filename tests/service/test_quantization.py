@@ -150,9 +150,9 @@ def test_without_a_text_the_missing_measurement_is_reported(
         info = Info.model_validate(server.client.get("/info").json())
         assert info.quantization is not None
         assert info.quantization.relative_loss is None
-        assert "is not in a run directory" in info.quantization.text
+        assert "no held-out text" in info.quantization.text
         (sentence,) = banner(server, capsys)
-    assert sentence.startswith("the cost of int8 was not measured: the checkpoint is not in a run")
+    assert sentence.startswith("the cost of int8 was not measured: the checkpoint has no held-out")
     assert sentence.endswith("; name a text with --validation-text")
     assert [r.levelname for r in caplog.records if sentence in r.message] == ["WARNING"]
 
@@ -228,7 +228,7 @@ def test_loss_above_the_bound_is_refused(logged_errors: list[str]) -> None:
     assert re.match(
         r"int4 costs 0\.\d\d % \(\d\.\d{4} instead of \d\.\d{4} bits per byte over 2,048 tokens of "
         r".*\), but max_quantization_loss is 0\.01%: set quantize to int8, or "
-        r"raise max_quantization_loss \(any: no limit\)$",
+        r"raise max_quantization_loss \('any' means no limit\)$",
         found,
     )
     assert found in logged_errors[0]

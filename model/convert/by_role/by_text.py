@@ -35,8 +35,9 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.transformer.config import ConfigError
 
 ANSWERS = (
-    "Give the owner's class with --code, or the open fields as flags, if you know them; "
-    "--code FILE:NAME --run-code serves a class that nothing here computes"
+    "Give the owner's class with --code, or set the flags of the open fields if you know their "
+    "values. If logitd cannot compute the model, serve the owner's class with --code FILE:NAME "
+    "--run-code"
 )
 UNUSUAL: Mapping[str, Any] = {
     "residual": "parallel",
@@ -98,8 +99,8 @@ class ByText:
         if unclear:
             lines = "\n".join(f"  {line}" for line in unclear.values())
             raise OpenQuestions(
-                f"{self._tensors.where}: {name_of_text} does not distinguish "
-                f"these:\n{lines}\nAnswer with these flags, or give a longer text, or --code",
+                f"{self._tensors.where}: {name_of_text} does not distinguish the values of these "
+                f"flags:\n{lines}\nSet the flags, give a longer text, or use --code",
                 list(unclear),
             )
         return Resolution(
@@ -135,7 +136,7 @@ class ByText:
         if text.stated is not None and loss > text.stated.limit:
             return (
                 f"the best variant has {loss:.3f} nats per token on {text.name}, but the file "
-                f"states {text.stated.name} {text.stated.nats:.3f}: this project cannot compute "
+                f"states {text.stated.name} {text.stated.nats:.3f}: logitd cannot compute "
                 "what the source computes, or the text is not like the training data"
             )
         unusual = self._unusual(best)
@@ -146,7 +147,8 @@ class ByText:
         return (
             f"the best variant{chosen} has {loss:.3f} nats per token on {text.name} (standard "
             f"error {error:.3f}). Counts of token {'triples' if bar == text.triples else 'pairs'} "
-            f"reach {bar:.3f}, and wrong variants do too, so the loss decides nothing"
+            f"reach {bar:.3f}, and wrong variants do too, so the loss does not show that this "
+            "variant is correct"
         )
 
     def _unusual(self, best: Computation) -> list[str]:
@@ -200,8 +202,8 @@ class ByText:
             raise ConvertError(
                 f"{self._tensors.where}: no variant predicts {self._text.name} better than the "
                 f"frequencies of its tokens do ({loss:.3f} against {chance:.3f} nats per token), "
-                "so the text decides nothing: give a text like the training data, with the model's "
-                "vocabulary (--tokenizer), or --code"
+                "so the text is not evidence for any variant: give a text like the training data, "
+                "with the model's vocabulary (--tokenizer), or use --code"
             )
 
     def _require_causal(self, best: Computation, loss: float) -> None:

@@ -229,9 +229,9 @@ def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
     if not _is_block(rest, others=1):
         names = ", ".join(list(shapes)[:6]) or "no float tensor"
         raise ConvertError(
-            f"{where} has no layers of a GPT: its names contain neither numbered layers with "
-            f"attention and feed-forward, nor a single such block; its tensors include {names}. "
-            "Name the tensors with --map"
+            f"{where} has no layers of a GPT: the names of its tensors describe neither numbered "
+            "layers with attention and a feed-forward, nor a single block with both. The tensors "
+            f"include {names}. Name the tensors of the layers with --map"
         )
     block, heads = _with_heads(where, rest)
     return Layers(1, 0, heads, block, outside)

@@ -168,7 +168,10 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
     short for a window of two predictions."""
     length = min(context_length, WINDOW_TOKENS, len(text.token_ids) - 1)
     if length < 2:
-        raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
+        raise ConvertError(
+            f"{text.name} has {len(text.token_ids)} tokens, and the context length is "
+            f"{context_length}; checking needs at least 3 tokens and a context length of 2"
+        )
     last = len(text.token_ids) - length - 1
     # Windows overlap by half if the budget allows it.
     count = max(1, min(TOKENS["thorough"] // length, 2 * last // length + 1))

@@ -90,8 +90,8 @@ def check_rotary_width(
             raise ConvertError(
                 f"{where}: {table.name} rotates {queries} channels, but there are "
                 f"{heads.values[0]} heads of {queries // heads.values[0]} channels "
-                f"({heads.origin}): {WHOLE_WIDTH}. No GPTConfig expresses that; --code FILE:NAME "
-                "--run-code serves the owner's class"
+                f"({heads.origin}): the source uses {WHOLE_WIDTH}, which a GPTConfig cannot "
+                "express. Serve the owner's class with --code FILE:NAME --run-code"
             )
 
 
@@ -258,7 +258,8 @@ def _positions(file: _File) -> Finding:
         if "alibi" in str(value).lower() or ("alibi" in name.lower() and value is True):
             raise ConvertError(
                 f"{file.tensors.where}: {name} is {value!r}: ALiBi biases attention by distance, "
-                "which no GPTConfig expresses; --code FILE:NAME --run-code serves the owner's class"
+                "which a GPTConfig cannot express. Serve the owner's class with --code FILE:NAME "
+                "--run-code"
             )
     if key := setting(file.settings, "rope_theta")[1]:
         return Finding(("rotary",), f"{key} of its settings")
@@ -296,8 +297,9 @@ def _activation(file: _File) -> Finding:
     known = {key: value for key, value in words.ACTIVATIONS.items() if value != "swiglu"}
     if (name := said.values[0].lower()) not in known:
         raise ConvertError(
-            f"{file.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}; the "
-            f"activations of a feed-forward without a gate are {', '.join(sorted(known))}"
+            f"{file.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}, which "
+            "is not supported in a feed-forward without a gate; the supported activations are "
+            f"{', '.join(sorted(known))}"
         )
     return Finding((known[name],), said.origin)
 

@@ -132,8 +132,9 @@ def _outer_roles(
     if embedding is None:
         raise ConvertError(
             f"{where} has no token embedding: it must be a matrix (vocabulary, width) outside the "
-            "layers, with the width of the layers' matrices; the tensors outside the layers are "
-            f"{_listed(modules) or 'no tensors'}. Name it with --map"
+            "layers, with the width of the layers' matrices; found "
+            f"{_listed(modules) or 'no tensors'} outside the layers. Name the token embedding with "
+            "--map"
         )
     rows, width = embedding.table
     names["token_embedding", "weight"] = embedding.weight
@@ -271,9 +272,9 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
             _give(names, "mlp_down", down)
             return
     raise ConvertError(
-        f"{where}: the matrices of a layer that do not belong to attention are "
-        f"{_listed(matrices) or 'none'}; expected the up and down matrices of a feed-forward, and "
-        "perhaps a gate. Give them roles with --map"
+        f"{where}: besides attention, a layer must have the up and down matrices of a "
+        f"feed-forward, and optionally a gate; found {_listed(matrices) or 'no matrices'}. Name "
+        "the matrices with --map"
     )
 
 

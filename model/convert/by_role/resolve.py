@@ -80,10 +80,10 @@ def _by_logits(
     if difference > objective.tolerance:
         fields = ", ".join(f"{flag(name)} {getattr(best, name)}" for name in search.open)
         raise ConvertError(
-            f"{tensors.where}: no variant that this project can compute matches the logits of "
+            f"{tensors.where}: no variant that logitd can compute matches the logits of "
             f"{objective.name}: the closest variant{f', with {fields},' if fields else ''} differs "
             f"by {difference:.3g}, but the limit is {objective.tolerance:.1g}. The owner's code "
-            "computes something that a GPTConfig does not express, or the weights do not belong to "
+            "computes something that a GPTConfig cannot express, or the weights do not belong to "
             "this code"
         )
     alternatives = [

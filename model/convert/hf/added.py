@@ -168,7 +168,7 @@ def _further(
         yield from _entries(tokens, str((folder or Path()) / ADDED))
         return
     if not isinstance(decoder, dict) or not all(isinstance(t, dict) for t in decoder.values()):
-        raise ConvertError(f"{where}: added_tokens_decoder is not an object of ids and tokens")
+        raise ConvertError(f"{where}: added_tokens_decoder must map ids to objects")
     yield from _entries(
         ({**token, "id": int(i) if i.isdecimal() else i} for i, token in decoder.items()), where
     )

@@ -78,8 +78,8 @@ def _opening(pattern: str, at: int) -> str:
     assert match is not None, "an opening bracket is there"
     if (match["options"] or "").strip("i") or pattern[match.end() - 1] == "?":
         raise ConvertError(
-            f"the split pattern has {pattern[at : at + 6]!r} at index {at}; of the groups with "
-            "options, only (?i: has the same meaning in both engines"
+            f"the split pattern has {pattern[at : at + 6]!r} at index {at}; the only "
+            "group option that can be translated is (?i:"
         )
     if match[0] == "(" and pattern[at + 1 : at + 2] == "?":
         raise ConvertError(

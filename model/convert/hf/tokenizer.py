@@ -199,8 +199,8 @@ def _ordinary(
             token = b""
         if not token:
             raise ConvertError(
-                f"{path}: the token {name!r} ({token_id}) does not spell bytes: this is not "
-                "a byte-level vocabulary"
+                f"{path}: the token {name!r} (id {token_id}) cannot be converted to bytes, so the "
+                "vocabulary is not byte-level"
             )
         if len(name) > MOST_TOKEN_BYTES:
             raise ConvertError(
@@ -322,7 +322,9 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
             "their ids into the prompt if the model needs them"
         )
     elif kind not in (None, "ByteLevel"):
-        raise ConvertError(f"{path}: post_processor is {kind!r:.60}; it may change ids")
+        raise ConvertError(
+            f"{path}: post_processor is {kind!r:.60}, which may change the ids; it is not supported"
+        )
 
 
 def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
@@ -376,7 +378,7 @@ def _word_level_tokenizer(
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
         raise ConvertError(f"{path} decodes with {decoder.get('type')}; only Fuse can be imported")
     if not vocabulary:
-        raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
+        raise ConvertError(f"{path}: the vocabulary must map words to ids and must not be empty")
     named = {**vocabulary, **added.ids}
     texts = {token_id: word for word, token_id in named.items()}
     if len(texts) != len(named):

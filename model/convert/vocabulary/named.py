@@ -64,8 +64,8 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
     vocabulary = vocabulary_in(path, skip_normalizer=skip_normalizer)
     if vocabulary is None:
         raise ConvertError(
-            f"{path} does not hold a vocabulary in a known form: a dictionary of tokens and ids, a "
-            "list of tokens, merges of ids, or a tokenizer.json"
+            f"{path} does not hold a vocabulary in a known form: expected a dictionary that maps "
+            "tokens to ids, a list of tokens, merges of pairs of ids, or a tokenizer.json"
         )
     return Candidate(str(path), vocabulary)
 
@@ -103,7 +103,9 @@ def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
     else:
         table = table_of_lines(source_bytes(path), path)
     if table is None:
-        raise ConvertError(f"{path} is not a JSON list of tokens, or an object of tokens and ids")
+        raise ConvertError(
+            f"{path} is neither a JSON list of tokens nor a JSON object that maps tokens to ids"
+        )
     shifted = {first + token_id: text for token_id, text in table.texts.items()}
     table = Table(texts=shifted, where=f"the words of {path}")
     return Candidate(table.where, build_tokenizer(_with_extra(table, first, last)))

@@ -225,15 +225,15 @@ def _refuse_parts(words: Collection[str], where: str) -> None:
         marked = [w for w in words if w != mark and (w.startswith(mark) or w.endswith(mark))]
         if 2 * len(marked) > len(words) or (mark in ("##", "</w>") and marked):
             raise ConvertError(
-                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), but it "
-                "lacks the merges that divide words. Give a tokenizer.json, which has both; "
+                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), but not "
+                "the rules that divide words. Give its tokenizer.json if it is byte-level BPE; "
                 f"{WITHOUT_TEXT}"
             )
     longer = [word for word in words if len(word) > 1 and word.isalpha()]
     letters = {letter for word in longer for letter in word}
     if longer and letters <= set(words):
         raise ConvertError(
-            f"{where} has every letter of its words as a token, so its tokens are parts of words "
-            f"({longer[0]!r}), but it lacks the rules that divide words. Give a tokenizer.json, "
-            f"which has both; {WITHOUT_TEXT}"
+            f"{where}: each letter of its longer tokens, such as {longer[0]!r}, is also a token, "
+            "so its tokens are parts of words. The rules that divide words are missing: give a "
+            f"tokenizer.json, which has the tokens and the rules; {WITHOUT_TEXT}"
         )

@@ -82,7 +82,7 @@ def csv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Docume
         if (header := next(rows, None)) is None:
             return
         header[:1] = [cell.removeprefix("\ufeff") for cell in header[:1]]
-        column = header.index(_known(f"{name} has no column", field, header))
+        column = header.index(_known(name, "column", field, header))
         for row in rows:
             where = f"{name}, line {rows.line_num}"
             if row and len(row) != len(header):
@@ -117,7 +117,7 @@ def parquet_documents(path: Path, name: str, field: str | None) -> Iterator[Docu
 
 
 def _text_column(schema: Any, arrow: Any, name: str, field: str | None) -> str:
-    column = _known(f"{name} has no column", field, schema.names)
+    column = _known(name, "column", field, schema.names)
     kind = schema.field(column).type
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
@@ -151,18 +151,18 @@ def _field(where: str, record: Any, field: str | None) -> str:
             f"{where} is a conversation ('messages') without a text in {field or TEXT!r}: write "
             f"each conversation as one text, in the form of the chat template{another}"
         )
-    name = _known(f"{where} has no field", field, list(record))
+    name = _known(where, "field", field, list(record))
     return _text(where, name, record[name])
 
 
-def _known(problem: str, field: str | None, known: list[str]) -> str:
+def _known(where: str, kind: str, field: str | None, known: list[str]) -> str:
     name = field or TEXT
     if name not in known:
         names = ", ".join(map(repr, known[:8])) or "none"
-        way_out = "name another one with --text-field, or '' to read the file as it is"
-        raise DataError(
-            f"{problem} {name!r}; it has {names}: {way_out if field else 'no other field is read'}"
-        )
+        way_out = f"put the text into a {kind} {TEXT!r}"
+        if field:
+            way_out = f"set --text-field to another {kind}, or to '' to read the file as it is"
+        raise DataError(f"{where} has no {kind} {name!r}; its {kind}s are {names}: {way_out}")
     return name
 
 

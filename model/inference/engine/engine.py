@@ -90,7 +90,7 @@ class Engine:
         )
         if config.target_gap is not None and not self._runner.computes_at_once:
             raise InvalidRequest(
-                f"target_gap is {config.target_gap}, but the time of prompts cannot be measured on "
+                f"target_gap is {config.target_gap}, but prefill time cannot be measured on "
                 f"{self._runner.device}: remove target_gap, and set prefill_chunk",
                 "target_gap",
             )

@@ -136,7 +136,7 @@ def test_run_has_its_own_held_out_text(configure: Configure, tmp_path: Path) -> 
 
 
 def test_checkpoint_of_unknown_text_has_no_held_out_text(checkpoint: CheckpointInfo) -> None:
-    with pytest.raises(DataError, match="is not in a run directory and was not trained on Python"):
+    with pytest.raises(DataError, match="not in a run directory and was not trained on Python"):
         held_out_windows(checkpoint)
 
 

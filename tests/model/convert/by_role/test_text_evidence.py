@@ -92,7 +92,7 @@ def test_variant_no_better_than_counts_is_refused(trained: Trained) -> None:
     }
     model = type(trained.model)(whole_width=True, vocab=9, width=32, heads=4, length=24)
     model.load_state_dict(swapped)
-    with pytest.raises(ConvertError, match=r"decides nothing.*--code") as refusal:
+    with pytest.raises(ConvertError, match=r"nats per token.*--code") as refusal:
         resolved(Trained(model, trained.token_ids))
     assert "Counts of token" in str(refusal.value)
     assert not isinstance(refusal.value, OpenQuestions)

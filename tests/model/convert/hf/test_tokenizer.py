@@ -111,7 +111,7 @@ def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (change_model(type="Unigram"), "model is Unigram; only byte-level BPE"),
         (change_model(byte_fallback=True), "SentencePiece's BPE"),
         (change_model(continuing_subword_prefix="##"), "continuing_subword_prefix is '##'"),
-        (change_model(vocab={"▁the": 0}, merges=[]), "'▁the' .* does not spell bytes"),
+        (change_model(vocab={"▁the": 0}, merges=[]), "the token '▁the' .*byte-level"),
         (change(added_tokens=[{"id": 5, "content": "<x>"}]), "has the id of another token"),
     ],
 )  # fmt: skip

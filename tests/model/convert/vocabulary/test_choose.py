@@ -448,7 +448,7 @@ def test_vocabulary_none_has_token_ids_alone() -> None:
     [
         (lambda folder: "gpt5", "the tokenizer 'gpt5' is not a file; --tokenizer takes gpt2, "),
         (lambda folder: str(folder / "x.json"), "does not hold a vocabulary in a known form"),
-        (lambda folder: f"words:{folder / 'x.json'}", "is not a JSON list of tokens"),
+        (lambda folder: f"words:{folder / 'x.json'}", "a JSON list of tokens nor"),
         (lambda folder: f"words:{folder / 'y.txt'}", "does not exist"),
     ],
 )

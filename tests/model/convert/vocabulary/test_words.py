@@ -158,7 +158,7 @@ def test_ambiguous_tokens_of_several_words_are_refused() -> None:
         (["play", "ing</w>"], "a mark of the end of a word"),
         (["\u2581the", "\u2581a", "s"], "SentencePiece's mark of a space"),
         (["\u0120the", "\u0120a", "s"], "byte-level BPE's mark"),
-        (["t", "h", "e", "th", "the", "he"], "every letter of its words as a token"),
+        (["t", "h", "e", "th", "the", "he"], "such as 'th'"),
         ([" ", "it's", "it's mine"], "each splits \"it's mine"),
     ],
 )

@@ -162,7 +162,7 @@ def test_text_is_read_with_the_flags_of_training(
     [
         (["nowhere"], "nowhere does not exist; expected the directory of a checkpoint or of a run"),
         (["CHECKPOINT", "--data", "nowhere.txt"], "nowhere.txt is not a file"),
-        (["CHECKPOINT"], "is not in a run directory"),
+        (["CHECKPOINT"], "no held-out text"),
         (["CHECKPOINT", "--device", "tpu"], "is not a device"),
     ],
 )
