@@ -220,8 +220,8 @@ def _open_data(data: Sequence[str], reading: ReadOptions, tell: Tell) -> Text:
 def _check_unchanged(before: Survey, after: Survey, text: Text, folder: ExtractionFolder) -> None:
     if not folder.shards:
         raise ExtractionError(
-            f"{text.name} has no token: {pluralize(before.documents, 'document')} of "
-            f"{before.bytes} bytes"
+            f"{text.name} contains no tokens ({pluralize(before.documents, 'document')}, "
+            f"{before.bytes} bytes in total)"
         )
     if before != after:
         raise ExtractionError(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.selection import resolve_heads, resolve_indices
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
@@ -125,7 +126,7 @@ def about(field: str) -> Iterator[None]:
 
 def resolve_units(units: Sequence[int], stage: Stage, width: int) -> tuple[int, ...]:
     """Resolve indices of a stage's last axis, which has `width` units."""
-    return resolve_indices("units", units, width, f"{stage.name} has {width}")
+    return resolve_indices("units", units, width, f"{stage.name} has {pluralize(width, 'unit')}")
 
 
 def _check_intervention(intervention: Intervention, config: ModelConfig, length: int) -> None:
@@ -150,16 +151,16 @@ def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, 
     """Check a direction. `shape` is the shape of the chosen heads of its stage at one position."""
     if stage.kind.axes[-1] == "T":
         raise InvalidRequest(
-            f"the last axis of {stage.name} is over keys, so it takes no direction: "
-            "list keys in units"
+            f"{name} cannot be used with {stage.name}, whose last axis is over keys: list keys in "
+            "units instead"
         )
     if direction.shape not in (shape, shape[-1:]):
         raise InvalidRequest(
-            f"{name} has the shape {list(direction.shape)}; {stage.name} takes "
+            f"{name} has the shape {list(direction.shape)}, but {stage.name} needs "
             + " or ".join(str([*each]) for each in dict.fromkeys((shape[-1:], shape)))
         )
     if not direction.any(axis=-1).all():
-        raise InvalidRequest(f"{name} is zero; a direction needs a nonzero length")
+        raise InvalidRequest(f"{name} has a norm of 0; a direction needs a nonzero norm")
 
 
 def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
@@ -168,8 +169,8 @@ def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}
     if values.shape[0] not in rows or values.shape[1:] != shape:
-        each = f"{max(rows)} or 1" if max(rows) > 1 else "1"
+        shapes = " or ".join(str([count, *shape]) for count in sorted(rows, reverse=True))
         raise InvalidRequest(
-            f"values have the shape {list(values.shape)}; {intervention.stage} takes "
-            f"{list(shape)} at each of {each} positions"
+            f"values have the shape {list(values.shape)}, but {intervention.stage} needs "
+            f"{shapes}; the first axis is over positions"
         )

@@ -117,7 +117,8 @@ def choose_computation(
         return DTypeChoice("float32", "the dtype of an owner's code"), placement
     if options.batch_code:
         raise KernelError(
-            f"batch_code is set, but no owner's code computes {checkpoint.path}: remove it"
+            f"batch_code is set, but {checkpoint.path} is not computed by its owner's code: remove "
+            "batch_code"
         )
     choice = choose_dtype(config, choose_device(options.device), options, log=log)
     return choice, choose_placement(options.device, choice.name, options.threads)
@@ -129,11 +130,13 @@ def _check_code_options(
     if not options.run_code:
         raise CheckpointError(
             f"{checkpoint.path} is computed by its owner's code ({config.code}), which runs with "
-            "your rights, in a process without network: if you trust it, add --run-code or set "
-            "LOGITD_RUN_CODE=1"
+            "your permissions, in a process without network access: if you trust the code, add "
+            "--run-code or set LOGITD_RUN_CODE=1"
         )
     if config.file not in checkpoint.sources:
-        raise CheckpointError(f"{checkpoint.path} lacks the owner's file {config.file}")
+        raise CheckpointError(
+            f"{checkpoint.path} does not contain {config.file}, the file with its owner's code"
+        )
     values = {
         "device": (options.device, ("auto", "cpu")),
         "dtype": (options.dtype, ("auto", "float32")),

@@ -30,13 +30,15 @@ def resolve_indices(
     for index in indices:
         if not -count <= index < count:
             raise InvalidRequest(
-                f"{param} has {index}; {what} (0 to {count - 1}, or -{count} to -1 from the end)",
+                f"{param} has {index}, but {what} (0 to {count - 1}, or -{count} to -1 from the "
+                "end)",
                 param,
             )
     resolved = tuple(index % count for index in indices)
     if not resolved or list(resolved) != sorted(set(resolved)):
         raise InvalidRequest(
-            f"{param} is {list(resolved[:20])}; give at least one, ascending and distinct",
+            f"{param} is {list(resolved[:20])}; it needs at least one index, and indices must be "
+            "ascending and distinct",
             param,
         )
     return resolved
@@ -94,7 +96,8 @@ def resolve_heads(
             what = f"{stage.name} has {pluralize(count, 'head')}"
             resolved[resolve_indices("heads", heads, count, what)] = None
     if not resolved:
-        raise InvalidRequest(f"{_names(stages)} has no heads: remove heads", "heads")
+        have = "has" if len(stages) == 1 else "have"
+        raise InvalidRequest(f"{_names(stages)} {have} no heads: remove heads", "heads")
     if len(resolved) > 1:
         with_heads = [stage for stage in stages if stage.heads_axis]
         raise InvalidRequest(

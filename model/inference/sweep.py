@@ -85,7 +85,11 @@ def _places(
                 raise InvalidRequest(f"{stages[0].name} has no layers to sweep over", "over")
             layers = tuple(stage.layer for stage in stages if stage.layer is not None)
             if len(set(layers)) < len(layers):
-                raise InvalidRequest(f"{first.stage} matches several stages of a layer", "over")
+                raise InvalidRequest(
+                    f"{first.stage} matches several stages of a layer, but a sweep over layers "
+                    "needs one of each layer: name a single stage, such as blocks.*.output",
+                    "over",
+                )
             return layers
         case "heads":
             if stages[0].heads_axis is None:

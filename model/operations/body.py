@@ -181,7 +181,7 @@ class PositionRange(RequestBody):
     @model_validator(mode="after")
     def _some_end(self) -> "PositionRange":
         if self.start is None and self.to is None:
-            raise ValueError("positions is an empty object; give from, to or both, or 'all'")
+            raise ValueError("positions is an empty object; set 'from' or 'to', or send 'all'")
         return self
 
 

@@ -197,7 +197,8 @@ class GenerateRequest(SamplingFields, PromptBody):
             for name in self.alternatives[0]:
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name} ends the text, but ignore_eos continues it; leave one of them out"
+                        f"{name} determines where the text ends, but ignore_eos is true; leave "
+                        f"out {name} or ignore_eos"
                     )
         return self
 

@@ -163,11 +163,11 @@ class Intervention(RequestBody):
         if self.operation == "scale" and not given["factor"]:
             raise ValueError("'scale' needs a factor")
         if self.operation in ("add", "set") and given["values"] == given["from"]:
-            raise ValueError(f"{self.operation!r} needs either values or from")
+            raise ValueError(f"{self.operation!r} needs exactly one of 'values' and 'from'")
         if self.operation == "clamp":
             _check_bounds(self.minimum, self.maximum)
         if given["minus"] and not given["from"]:
-            raise ValueError("minus is subtracted from the mean of 'from': give from as well")
+            raise ValueError("'minus' is subtracted from the mean of 'from': set 'from' as well")
         return self
 
 

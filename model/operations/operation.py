@@ -86,8 +86,8 @@ class Subject:
         if self.max_elements is not None and elements > self.max_elements:
             raise InvalidRequest(
                 f"the reply would have {elements} elements, but the limit is {self.max_elements}. "
-                "Ask for fewer layers, heads or positions, ask for float16 (which counts half), or "
-                "raise --max-reply-elements"
+                "Request fewer layers, heads or positions, request float16 (two of its elements "
+                "count as one), or raise --max-reply-elements"
             )
 
     def check_listed(self, count: int, what: str, param: str) -> None:
@@ -98,7 +98,7 @@ class Subject:
             raise InvalidRequest(
                 f"the reply could list {count} {what}, but the limit is "
                 f"{limit // LISTED_ELEMENTS} ({LISTED_ELEMENTS} elements each, all prompts and "
-                "completions together). Ask for fewer, or raise --max-reply-elements",
+                "completions together). Request fewer, or raise --max-reply-elements",
                 param,
             )
 

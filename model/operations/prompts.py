@@ -32,8 +32,8 @@ def encode_within(text: str, param: str, subject: Subject) -> TokenIds:
     least = subject.tokenizer.least_tokens(text)
     if least > subject.context_length:
         raise ContextLengthExceeded(
-            f"{_named(param)} has {len(text)} characters, at least {least} tokens; the model's "
-            f"context is {subject.context_length}. Shorten it",
+            f"{_named(param)} has {len(text)} characters, which make at least {least} tokens, but "
+            f"the model's context is {subject.context_length}. Shorten it",
             param,
         )
     return tuple(encode_text(text, subject.tokenizer, param))

@@ -99,7 +99,7 @@ def compute_readings(
             raise
         with about(asking[error.request_id]):
             raise InvalidRequest(
-                f"the prompt in from or minus cannot be computed: {error}"
+                f"a prompt in 'from' or 'minus' cannot be computed: {error}"
             ) from error
     return {
         reading: split_activations(

@@ -181,8 +181,8 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, An
     count = sum(map(len, encoded))
     if body.pieces and count > MAX_PIECES:
         raise InvalidRequest(
-            f"the text has {count} tokens, but at most {MAX_PIECES} are described one by one in "
-            "a reply. Leave pieces out, or send less text",
+            f"the text has {count} tokens, but `pieces` can list at most {MAX_PIECES} in a reply. "
+            "Leave `pieces` out, or send less text",
             "pieces",
         )
     described = count <= MAX_PIECES if body.pieces is None else body.pieces

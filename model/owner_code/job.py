@@ -79,8 +79,8 @@ def _run(job: Job, weights: Mapping[str, Tensor], result: str, timeout: float) -
             )
         except subprocess.TimeoutExpired as error:
             raise CodeError(
-                f" did not finish within {timeout:.0f} seconds; name only the class, so that no "
-                "other code of the file runs"
+                f" did not finish within {timeout:.0f} seconds; name only the model's class, so "
+                "that the other code in the file does not run"
             ) from error
         problem = folder / PROBLEM
         if problem.is_file():

@@ -101,7 +101,8 @@ class StoredAutoencoder:
         if host is None or not host.kind.changes or len(host.kind.axes) != 1:
             raise AutoencoderError(
                 f"{self.path / CONFIG}: hook_name is {self.hook[:100]!r}, but the model has no "
-                "stage of this name that has one axis and can be changed: see GET /stages"
+                "stage of this name that interventions can change and that has one axis besides "
+                "positions: see GET /stages"
             )
         reads = self.autoencoder.decoder.shape[1]
         (width,) = host.shape(config, 1)
@@ -152,7 +153,8 @@ def _settings(document: Any) -> dict[str, Any]:
         config.setdefault("k", (config.get("activation_fn_kwargs") or {}).get("k"))
     if config.setdefault("architecture", "standard") not in ARCHITECTURES:
         raise AutoencoderError(
-            f"architecture is {config['architecture']!r}; {', '.join(ARCHITECTURES)} can be served"
+            f"architecture is {config['architecture']!r}; it must be one of "
+            f"{', '.join(ARCHITECTURES)}"
         )
     for name, neutral in NEUTRAL.items():
         if (value := config.get(name)) not in neutral:

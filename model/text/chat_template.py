@@ -113,13 +113,14 @@ class ChatTemplate:
             text, cut, _ = text.rpartition(_CUT)
             if not cut:
                 raise ChatTemplateError(
-                    "the chat template does not write the final message, so it cannot be continued"
+                    "the chat template's output does not contain the final message, so the message "
+                    "cannot be continued"
                 )
             text = text.replace(_CUT, "")
         shown = text.translate(hidden.show)
         if _has_surrogates(shown):
             raise ChatTemplateError(
-                "the chat template wrote an unpaired surrogate, which is not text"
+                "the chat template's output contains an unpaired surrogate, which is not text"
             )
         return [
             shown[cut.start : cut.end] if cut.token_id is None else cut.token_id
@@ -143,7 +144,7 @@ class ChatTemplate:
                 length += len(part)
                 if length > MAX_CHARACTERS:
                     raise ChatTemplateError(
-                        f"the chat template wrote more than {MAX_CHARACTERS} characters"
+                        f"the chat template's output exceeds {MAX_CHARACTERS} characters"
                     )
                 parts.append(part)
         return "".join(parts)
@@ -175,7 +176,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or _too_large(left, right):
             raise ChatTemplateError(
-                "the chat template computes a power, or a product that is too large"
+                "the chat template computes a power, which is not allowed, or a product that is "
+                "too large"
             )
         return super().call_binop(context, operator, left, right)
 
@@ -222,7 +224,7 @@ def _check_time(context: Context) -> None:
 
 
 def _raise_exception(message: object) -> None:
-    raise ChatTemplateError(f"the chat template says: {str(message)[:300]}")
+    raise ChatTemplateError(f"the chat template raised an error: {str(message)[:300]}")
 
 
 def _title(value: object) -> str:

@@ -39,8 +39,8 @@ class Hidden:
         characters = sorted(map(ord, dangerous))
         if len(characters) > len(SURROGATES):
             raise ValueError(
-                f"the special tokens have {len(characters)} different characters; at most "
-                f"{len(SURROGATES)} can be hidden in messages"
+                f"the special tokens have {len(characters)} different characters, in upper and "
+                f"lower case, but the limit is {len(SURROGATES)}"
             )
         hide = dict(zip(characters, SURROGATES, strict=False))
         return cls(hide, {surrogate: character for character, surrogate in hide.items()})

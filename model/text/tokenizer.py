@@ -341,9 +341,9 @@ class Tokenizer:
         whole, start = b"".join(tokens), sum(map(len, tokens[:lacking]))
         character = len(whole[:start].decode(errors="ignore"))
         raise TokenizerError(
-            f"{whole.decode(errors='replace')[character]!r}, the character at {at + character} of "
-            f"the text, is not in the vocabulary, which lacks {len(self.ranks) - len(self.tokens)} "
-            "of the 256 bytes; the model was not trained on them"
+            f"the vocabulary has no token for {whole.decode(errors='replace')[character]!r}, at "
+            f"index {at + character} of the text: the model was trained without "
+            f"{len(self.ranks) - len(self.tokens)} of the 256 bytes"
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -102,8 +102,8 @@ def check_rank(config: GPTConfig, shape: LoraShape) -> None:
         full = min(*maps[target], config.d_model)
         if shape.rank > full:
             raise LoraError(
-                f"rank is {shape.rank}, but a map of {target} has only {full} rows or columns: "
-                f"choose a smaller rank, or remove {target} from the targets"
+                f"rank is {shape.rank}, but a weight matrix of {target} has only {full} rows or "
+                f"columns: choose a smaller rank, or remove {target} from the targets"
             )
 
 

@@ -164,7 +164,9 @@ def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
         digest = sha256(key.encode()).digest()
         for part, seen in (("name", f"name {name}"), ("key", f"key {digest.hex()}")):
             if (before := places.setdefault(seen, place)) != place:
-                raise ApiKeyError(f"{place} has the same {part} as {before}; each needs its own")
+                raise ApiKeyError(
+                    f"{place} has the same {part} as {before}: give each entry its own {part}"
+                )
         digests[name] = digest
     return ApiKeys(MappingProxyType(digests), MappingProxyType(limits))
 

@@ -168,7 +168,7 @@ class StreamState:
     def _end(self) -> None:
         self.ended = True
         if self._tail is None or not self._choices:
-            raise self._malformed("[DONE] came before the usage, or before any choice")
+            raise self._malformed("[DONE] was sent before the usage or any choice")
 
     def _malformed(self, reason: str) -> MalformedReplyError:
         message = f"this client cannot read an event of the stream: {reason}"

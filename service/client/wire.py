@@ -79,7 +79,7 @@ def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
         coroutine.send(None)
     except StopIteration as end:
         return cast(Result, end.value)
-    raise AssertionError("a coroutine over a BlockingWire suspended")
+    raise AssertionError("a coroutine that uses a BlockingWire was suspended")
 
 
 async def run(wire: Wire, settings: Settings, call: Call[Result]) -> Result:

@@ -269,9 +269,9 @@ class AdmissionController:
             )
         if load.sequences > self.slots + limits.sequences:
             raise InvalidRequest(
-                f"the request has {_sequences(load.sequences, param)}; {self.slots} "
-                f"slots and a queue of {limits.sequences} never have room for that many. "
-                "Send fewer, or raise --max-queue",
+                f"the request has {_sequences(load.sequences, param)}, but only "
+                f"{self.slots + limits.sequences} fit: {self.slots} in slots and "
+                f"{limits.sequences} in the queue. Send fewer, or raise --max-queue",
                 param,
             )
         if load.elements > limits.elements:

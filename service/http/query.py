@@ -29,7 +29,7 @@ async def _refuse_unknown(request: Request) -> None:
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:
             raise bad_request(
-                f"unknown query parameter {clip(name)!r}; {request.method} {route.path} has "
+                f"unknown query parameter {clip(name)!r}; {request.method} {route.path} accepts "
                 f"{' and '.join(known)}",
                 clip(name),
             )

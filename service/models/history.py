@@ -113,7 +113,7 @@ class History:
                 await model.engine.stop(0)
         if len(self._loaded) >= self._most:
             raise queue_full(
-                f"requests are using all {pluralize(self._most, 'step')} in memory; try again in "
-                "about 1 s, or raise --history-steps",
+                f"requests are using every step in memory, which holds at most {self._most}; try "
+                "again in about 1 s, or raise --history-steps",
                 retry_after=1,
             )

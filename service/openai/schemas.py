@@ -129,8 +129,8 @@ class ResponseFormat(RequestBody):
     ) -> JsonSchemaFormat | None:
         if (schema is not None) != (info.data.get("type") == "json_schema"):
             raise ValueError(
-                "json_schema requires the type 'json_schema', and the type requires json_schema: "
-                "set both or neither"
+                "json_schema must be set if type is 'json_schema', and only then: set both or "
+                "neither"
             )
         return schema
 
@@ -140,7 +140,9 @@ class ResponseFormat(RequestBody):
         cls, schema: dict[str, Any] | None, info: ValidationInfo
     ) -> dict[str, Any] | None:
         if schema is not None and info.data.get("type") != "json_object":
-            raise ValueError("schema requires the type 'json_object': set it, or leave schema out")
+            raise ValueError(
+                "schema requires the type 'json_object': set type to it, or leave schema out"
+            )
         return schema
 
 

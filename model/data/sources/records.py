@@ -50,8 +50,8 @@ def json_value(file: TextIO, name: str, field: str | None) -> Iterator[Document]
     content = file.read(LONGEST_LINE + 1)
     if len(content) > LONGEST_LINE:
         raise DataError(
-            f"{name} is one JSON value of more than {LONGEST_LINE:,} characters, the most that are "
-            "read at once: write each record on a separate line (JSON lines)"
+            f"{name} is a single JSON value of more than {LONGEST_LINE:,} characters, the limit: "
+            "write each record on a separate line (JSON lines)"
         )
     if not content or content.isspace():
         return

@@ -158,7 +158,8 @@ def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
         case Logits(columns=columns, processing=processing, completion_start=start):
             if start is not None and start > length:
                 raise InvalidRequest(
-                    f"completion_start is {start}; the prompt has {pluralize(length, 'token')}",
+                    f"completion_start is {start}, but must be at most {length}, the number of "
+                    "tokens in the prompt",
                     "processing",
                 )
             check_token_ids("token_ids", columns or (), config.vocab_size)
@@ -219,8 +220,8 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
     for stage in (*stages, *probed):
         if stage.has_features:
             raise InvalidRequest(
-                f"{stage.name} has the features of an autoencoder, which have no gradients: name "
-                f"the stage that it reads, {stage.name.partition('.sae.')[0]}",
+                f"gradients of an autoencoder's features, {stage.name}, are not supported: name "
+                f"the stage that the autoencoder reads, {stage.name.partition('.sae.')[0]}",
                 "stages" if stage in stages else "direction",
             )
     if "logits" in task.stages:

@@ -174,7 +174,7 @@ def cuda_path(
     if kernels == "torch":
         if batch_invariant:
             raise KernelError(
-                "batch_invariant is set, but kernels is torch, whose bits depend on the batch on "
+                "batch_invariant is set, but kernels is torch, which is not batch-invariant on "
                 "CUDA: set kernels to auto"
             )
         return DecodePath.plain(PlainDecoder, "torch")
@@ -192,8 +192,8 @@ def cuda_path(
         return DecodePath.plain(make, name)
     if batch_invariant:
         raise KernelError(
-            f"CUDA graphs failed their self-check ({fault}), and the bits of plain torch depend on "
-            "the batch on CUDA; unset batch_invariant, or set device to cpu"
+            f"CUDA graphs failed their self-check ({fault}), and plain torch is not "
+            "batch-invariant on CUDA: unset batch_invariant, or set device to cpu"
         )
     return DecodePath.plain(PlainDecoder, "torch", f"CUDA graphs failed their self-check: {fault}")
 

@@ -127,9 +127,9 @@ class Answerer:
                 return met[name][:, : self._caller.length]
             if name in met or value.shape[:2] != (1, len(ids)) or not value.is_floating_point():
                 raise Problem(
-                    f"{name} has the shape {list(value.shape)} in a pass over {len(ids)} ids, or "
-                    "is called more than once; it was called once, with a value for each position, "
-                    "when the model was imported"
+                    f"in a pass over {len(ids)} ids, {name} was called more than once, or returned "
+                    f"{value.dtype} of shape {list(value.shape)}; when the model was imported, it "
+                    "was called once and returned a float value for each position"
                 )
             met[name] = value
             self._wire.send({"stage": name, "shape": list(value.shape)}, value.float())

@@ -80,7 +80,8 @@ class Caller:
             if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point():
                 return tensor
         raise Problem(
-            f"its forward returns a {type(returned).__name__} without logits for {rows} ids"
+            f"its forward returns a {type(returned).__name__} that contains no logits: a float "
+            f"tensor with 2 or 3 axes, the last with at least {rows} elements, one for each id"
         )
 
     def _call(self, token_ids: Tensor) -> Any:

@@ -151,7 +151,8 @@ def _stage(request: TrainingRequest, config: GPTConfig) -> tuple[Stage, int]:
     stage, axes = stages[0], stages[0].kind.axes
     if len(stages) > 1 or len(axes) > 1 or not stage.kind.changes:
         raise AutoencoderError(
-            f"stage is {request.stage!r}; an autoencoder reads one stage that has one axis "
-            "and can be changed, such as blocks.3.output or blocks.3.mlp.hidden"
+            f"stage is {request.stage!r}; an autoencoder reads a single stage that interventions "
+            "can change and that has one axis besides positions, such as blocks.3.output or "
+            "blocks.3.mlp.hidden"
         )
     return stage, stage.shape(config, 1)[0]

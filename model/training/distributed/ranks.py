@@ -154,8 +154,8 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     )
     if not (0 <= ranks.rank < size and 0 <= ranks.local_rank < ranks.local_size <= size):
         raise TrainingError(
-            f"the environment does not describe one of {size} processes: RANK is {ranks.rank}, "
-            f"LOCAL_RANK {ranks.local_rank} of {ranks.local_size}; start with torchrun"
+            f"RANK {ranks.rank} of WORLD_SIZE {size} and LOCAL_RANK {ranks.local_rank} of "
+            f"LOCAL_WORLD_SIZE {ranks.local_size} do not fit together: start with torchrun"
         )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in environment:

@@ -122,6 +122,7 @@ def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
         raise TrainingError(
-            f"{path} has version {version!r}; this version of logitd reads {VERSION}"
+            f"{path} has version {version!r}, but this version of logitd reads only version "
+            f"{VERSION}"
         )
     return dict(document)

@@ -65,8 +65,8 @@ def require_tensorboard() -> "type[SummaryWriter]":
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise TrainingError(
-            "--tensorboard needs the package tensorboard, which is not installed: "
-            f"{installation('tensorboard')}  Or remove the flag: metrics.jsonl and "
-            "loss.png have the same numbers"
+            "--tensorboard needs the package tensorboard, which is not installed. Remove the flag "
+            "(metrics.jsonl and loss.png have the same numbers), or run: "
+            f"{installation('tensorboard')}"
         ) from error
     return SummaryWriter

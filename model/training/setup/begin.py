@@ -116,7 +116,8 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
     text = _open_text(config, report)
     if text.shards and config.special_tokens != "auto":
         raise TrainingError(
-            f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenized"
+            f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenized: "
+            "remove special_tokens"
         )
     known_speed = 0.0
     if by_minutes:

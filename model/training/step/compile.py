@@ -68,8 +68,9 @@ class CompiledLoss:
             failure = self._try(compiled, token_ids, targets)
             if several and failure is not None:
                 raise TrainingError(
-                    f"the training step failed to compile ({failure}), and the other processes are "
-                    "waiting for this one: train with --compile off"
+                    f"the training step failed to compile ({failure}), and this process cannot use "
+                    "the uncompiled step, because the other processes wait for the compiled one: "
+                    "train with --compile off"
                 )
         if failure is None:
             return compiled

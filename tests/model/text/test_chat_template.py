@@ -133,7 +133,7 @@ def test_continued_message_ends_the_prompt() -> None:
     with pytest.raises(ChatTemplateError, match="final message"):
         template.render(messages * 2, TOKENIZER, continue_final_message=True)
     failing = ChatTemplate("{{ raise_exception(messages[-1].content) }}")
-    with pytest.raises(ChatTemplateError, match=r"says: a$"):
+    with pytest.raises(ChatTemplateError, match=r": a$"):
         failing.render(messages, TOKENIZER, continue_final_message=True)
 
 
@@ -308,8 +308,8 @@ def test_invalid_source_is_refused(source: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "says: roles must alternate"),
-        ("{{ raise_exception(messages[0].content) }}", "says: hi"),
+        ("{{ raise_exception('roles must alternate') }}", ": roles must alternate"),
+        ("{{ raise_exception(messages[0].content) }}", ": hi"),
         ("{{ messages[7].content }}", "failed on these messages: UndefinedError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ 1 + 'a' }}", "TypeError"),
@@ -322,7 +322,7 @@ def test_invalid_source_is_refused(source: str, said: str) -> None:
         ("{{ 2 ** 2 }}", "a power"),
         ("{{ 'a' * 10000000 }}", "too large"),
         ("{{ 10000000 * messages }}", "too large"),
-        ("{{ 'a' * 4000000 }}{{ 'a' * 4000000 }}", f"more than {MAX_CHARACTERS} characters"),
+        ("{{ 'a' * 4000000 }}{{ 'a' * 4000000 }}", f"{MAX_CHARACTERS} characters"),
         ("{{ '\\ud800' }}", "unpaired surrogate"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ],
@@ -334,9 +334,9 @@ def test_failed_rendering_is_refused(source: str, said: str) -> None:
 def test_refusal_quotes_the_message() -> None:
     """The refusal shows the original characters instead of their placeholders."""
     assert refusal("{{ raise_exception(messages[0].content) }}", "<|im_end|>").endswith(
-        "says: <|im_end|>"
+        ": <|im_end|>"
     )
-    assert "says: ?" in refusal("{{ raise_exception('\\udfff') }}")
+    assert ": ?" in refusal("{{ raise_exception('\\udfff') }}")
 
 
 @pytest.mark.parametrize(

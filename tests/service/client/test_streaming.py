@@ -150,9 +150,9 @@ def test_decoder_finds_the_data_of_events(stream: bytes, data: list[bytes]) -> N
         (sse.event({}), "id is missing"),
         (sse.event(chunk({"index": 0})), "choices.0.prompt_index is missing"),
         (sse.event(chunk(**{**TAIL, "usage": None})), "usage is null; it should be an object"),
-        (sse.DONE, "[DONE] came before the usage, or before any choice"),
-        (sse.event(CHUNKS[0]) + sse.DONE, "[DONE] came before the usage, or before any choice"),
-        (sse.event(chunk(**TAIL)) + sse.DONE, "[DONE] came before the usage, or before any choice"),
+        (sse.DONE, "[DONE] was sent before the usage or any choice"),
+        (sse.event(CHUNKS[0]) + sse.DONE, "[DONE] was sent before the usage or any choice"),
+        (sse.event(chunk(**TAIL)) + sse.DONE, "[DONE] was sent before the usage or any choice"),
     ],
 )  # fmt: skip
 def test_unreadable_events_are_named(stream: bytes, message: str) -> None:

@@ -42,7 +42,7 @@ def test_more_sequences_than_slots_and_queue_are_refused_with_400(small: Serving
     for path, body in [("/generate", {"prompt": "a", "n": 6}), ("/probs", {"prompt": ["a"] * 6}),
                        ("/logits", {"prompt": ["a"] * 6})]:  # fmt: skip
         error = small.refused(path, body)
-        assert "2 slots and a queue of 3" in error.message
+        assert "only 5 fit: 2 in slots and 3 in the queue" in error.message
     assert len(small.generate("a", n=5, max_tokens=1)["choices"]) == 5
 
 

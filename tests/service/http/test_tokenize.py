@@ -143,7 +143,7 @@ def test_pieces_are_described_up_to_a_number_of_them(merging: Serving, form: str
     assert set(pieces(ask(5 if form == "one text" else 6, pieces=False))) == {None}
     error = error_of(ask(MAX_PIECES + 1, pieces=True))
     assert error.param == "pieces"
-    assert f"has {MAX_PIECES + 1} tokens, but at most {MAX_PIECES}" in error.message
+    assert f"{MAX_PIECES + 1} tokens, but `pieces` can list at most {MAX_PIECES}" in error.message
 
 
 def test_text_of_megabytes_is_tokenized(merging: Serving) -> None:

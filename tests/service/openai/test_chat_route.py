@@ -276,7 +276,7 @@ def test_missing_template_is_reported_with_advice(server: Serving) -> None:
 def test_template_may_refuse(parrot: Serving) -> None:
     error = refusal(parrot, messages=[{"role": "user", "content": "<|endoftext|>"}] * 6)
     assert (error.param, error.code) == ("messages", "chat_template_failed")
-    assert error.message == "the chat template says: too many: <|endoftext|>"
+    assert error.message.endswith(": too many: <|endoftext|>")
 
 
 @pytest.mark.parametrize(

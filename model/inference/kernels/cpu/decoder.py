@@ -142,7 +142,7 @@ class NativeDecoder:
         count = len(token_ids)
         if count > len(self._logits):
             raise ValueError(
-                f"the step has {count} rows; this decoder has buffers for {len(self._logits)}"
+                f"the step has {count} tokens, but this decoder has buffers for {len(self._logits)}"
             )
         for argument, values in zip(self._where, (token_ids, slots, positions), strict=True):
             argument[:count] = list(values)

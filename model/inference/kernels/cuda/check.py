@@ -90,7 +90,10 @@ def compare(
         for slot, prompt in enumerate(prompts):
             alone = fast.decode(prompt[-1:], [slot], [len(prompt) - 1])
             if not torch.equal(alone, found[slot : slot + 1]):
-                raise CheckFailed(f"prompt {slot}: its last token has different bits when decoded")
+                raise CheckFailed(
+                    f"prompt {slot}: the logits of prefill and of a decode step are not "
+                    "bit-identical after the last token"
+                )
     for step in range(STEPS):
         token_ids = expected.argmax(-1).tolist()
         expected = plain.decode(token_ids, slots, positions).clone()
@@ -100,13 +103,17 @@ def compare(
             rows = _rows(way, positions)
             given, wanted = (each.sample(found, found, rows) for each in (fast, plain))
             if given != wanted:
-                raise CheckFailed(f"step {step}: sampling {way} returned {given}, not {wanted}")
+                raise CheckFailed(
+                    f"step {step}: sampling with (temperature, top_k, top_p, min_p) = {way} "
+                    f"returned {given}, not {wanted}"
+                )
         found, row = found.clone(), slice(step, step + 1)
         alone = fast.decode(token_ids[row], slots[row], positions[row])
-        _hold(f"step {step}, one row", alone, expected[row], allowed)
+        _hold(f"step {step}, batch of 1", alone, expected[row], allowed)
         if batch_invariant and not torch.equal(alone, found[row]):
             raise CheckFailed(
-                f"step {step}: a row has different bits in a batch of {len(slots)} than alone"
+                f"step {step}: the logits of a sequence in a batch of {len(slots)} and in a batch "
+                "of 1 are not bit-identical"
             )
         positions = [position + 1 for position in positions]
     if (launcher := fast.launcher) is not None:
@@ -129,9 +136,12 @@ def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
     off = (found - expected).square().mean(-1).sqrt() / spread
     likeliest = expected.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
     behind = (expected.amax(-1) - likeliest) / spread
-    for what, by, most in (("logits", off, allowed), ("a greedy token", behind, 4 * allowed)):
+    for what, by, most in (
+        ("the logits differ by", off, allowed),
+        ("the logit of a greedy token is below the maximum by", behind, 4 * allowed),
+    ):
         if not float(by.max()) <= most:  # NaN fails too
-            far = f"{float(by.max()):.2g} standard deviations off"
+            far = f"{float(by.max()):.2g} standard deviations"
             raise CheckFailed(f"{name}: {what} {far}; the limit is {most:.2g}")
 
 

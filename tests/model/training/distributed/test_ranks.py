@@ -38,8 +38,8 @@ def test_ranks_are_read_from_torchruns_variables() -> None:
     [
         ({"RANK": None}, "RANK is not set"),
         ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
-        ({"RANK": "8"}, "not describe one of 8 processes: RANK is 8"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK 4 of 4"),
+        ({"RANK": "8"}, "RANK 8 of WORLD_SIZE 8"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK 4 of LOCAL_WORLD_SIZE 4"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set: start several processes with torchrun"),
     ],
 )

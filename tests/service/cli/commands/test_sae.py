@@ -82,7 +82,7 @@ def test_minutes_that_end_before_the_first_batch_are_refused(
     ("more", "expected"),
     [
         (("--stage", "blocks.0.attention.q"), r"blocks\.0\.attention\.q.*one axis"),
-        (("--stage", "blocks.*.output"), r"blocks\.\*\.output.*one stage"),
+        (("--stage", "blocks.*.output"), r"blocks\.\*\.output.*single stage"),
         (("--stage", "nothing"), "nothing"),
         (("--features", "3"), "k is 4.*3 features"),
     ],

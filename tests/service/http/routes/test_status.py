@@ -56,7 +56,7 @@ def test_endpoints_with_query_parameters_refuse_unknown_ones(server: Serving) ->
     """Other endpoints ignore unknown parameters, because probes and clients add some."""
     for path in ("/info", "/card", "/stages", "/tokenizer_info"):
         error = error_of(server.client.get(path, params={"modle": "x" * 999}))
-        assert error.message == f"unknown query parameter 'modle'; GET {path} has model"
+        assert error.message == f"unknown query parameter 'modle'; GET {path} accepts model"
         assert error.param == "modle"
         assert server.client.get(path, params={"model": "tiny"}).status_code == 200
     for path in ("/health", LIVE, "/version", "/metrics", "/v1/models"):

@@ -493,7 +493,7 @@ def test_step_beyond_the_buffers_is_refused(library: ctypes.CDLL) -> None:
     gpt = tiny_gpt(native_config("gpt2"))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1)
     count = DRAFTED_ROWS + 1
-    with pytest.raises(ValueError, match=r"17 rows.*16"):
+    with pytest.raises(ValueError, match=r"17 tokens.*16"):
         native.decode([1] * count, [0] * count, list(range(count)))
     native.close()
 

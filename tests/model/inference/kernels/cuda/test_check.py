@@ -79,9 +79,9 @@ def swapped_from_128_keys(decode: Any, ids: Any, slots: Any, positions: Any) -> 
         (raising, "OutOfMemoryError: CUDA out of memory$"),
         (with_stream(Refusing()), "RuntimeError: operation not permitted .* capturing$"),
         (with_stream(Stale()), r"step \d"),
-        (spoiled("prefill", backwards), r"prompts: logits [\d.]+ .* limit"),
-        (spoiled("decode", swapped_from_128_keys), r"step \d: logits [\d.]+ .* limit"),
-        (spoiled("decode", lambda right, *rows: right(*rows) * torch.nan), "step 0: logits nan"),
+        (spoiled("prefill", backwards), r"prompts: .* [\d.]+ .* limit"),
+        (spoiled("decode", swapped_from_128_keys), r"step \d: .* [\d.]+ .* limit"),
+        (spoiled("decode", lambda right, *rows: right(*rows) * torch.nan), "step 0: .* nan "),
         (spoiled("sample", lambda right, *rows: [0] * len(rows[0])), "step 0: sampling"),
         (spoiled("launch_next", lambda right, rows, *rest: right(rows[::-1], *rest)), "ahead"),
     ],
@@ -97,7 +97,7 @@ def test_faulty_decoder_is_replaced_by_plain_torch(make: Any, fault: str) -> Non
 def test_bits_that_depend_on_the_batch_fail_batch_invariance() -> None:
     make = spoiled("decode", lambda right, *rows: right(*rows) * (1 + len(rows[0]) * 2**-20))
     assert cuda_path(GPT, "auto", batch_invariant=False, make=make).name == "CUDA graphs"
-    with pytest.raises(KernelError, match=r"different bits.*batch_invariant.*cpu"):
+    with pytest.raises(KernelError, match=r"bit-identical.*batch_invariant.*cpu"):
         cuda_path(GPT, "auto", batch_invariant=True, make=make)
 
 
