@@ -212,8 +212,10 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
         for notice in special_tokens_notice(text):
             report(Noticed(notice))
         with directory.preparing():
-            directory.rewind(saved.step)
+            notes = directory.rewind(saved.step)
             directory.write_training(training)
+        for note in notes:
+            report(Noticed(note))
     except BaseException:
         directory.release()
         raise
