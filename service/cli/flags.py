@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 from pydantic_settings import CliPositionalArg, SettingsError
 
-from logitd.model.files import require_regular
 from logitd.service.cli.variables import DOTENV, places
 from logitd.service.settings.common import CommandSettings, split_list
 
@@ -65,7 +64,7 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
             given[name] = value
     try:
         if Path(DOTENV).is_fifo():  # pydantic would wait for a writer
-            require_regular(Path(DOTENV))
+            raise OSError(f"{DOTENV} is a pipe (FIFO); expected a regular file")
         return settings(**given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
