@@ -56,7 +56,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
 def _is_record(record: Any) -> bool:
     if not isinstance(record, dict) or record.get("kind") not in tuple(NUMBERS):
         return False
-    required = [record.get(name) for name in NUMBERS[record["kind"]]]
+    required: list[Any] = [record.get(name) for name in NUMBERS[record["kind"]]]
     others = [value for name, value in record.items() if name != "kind" and value is not None]
     return (
         type(record.get("step")) is int
