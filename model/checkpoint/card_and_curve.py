@@ -21,7 +21,7 @@ METRICS = "metrics.jsonl"
 """Log of a run: one JSON object per line."""
 SAMPLES = "samples.txt"
 """Samples of a run, oldest first."""
-SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
+SAMPLE = re.compile(r"^=== step (\d{1,18})$", re.MULTILINE)
 """Matches the first line of a sample."""
 METRICS_BYTES = 2**23
 """Maximum number of bytes read from the end of a log. That is enough for 25,000 reports."""

@@ -208,14 +208,23 @@ class Settings:
             )
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """The value of a key, or the default. Raises ConvertError unless it is an integer from 0
+        on."""
+        value = self._first((name,), default)
+        if type(value) is not int or value < 0:
+            raise ConvertError(f"{self._where}: {name} is {value!r}; expected an integer from 0 on")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
+        """The value of a key, or the default. Raises ConvertError unless it is a finite number."""
         value = self._first((name,), default)
         try:
-            if not isinstance(value, bool) and isinstance(value, int | float):
+            if type(value) in (int, float) and math.isfinite(value):
                 return float(value)
         except OverflowError:
             value = "too large for a number"
-        raise ConvertError(f"{self._where}: {name} is {value!r}; expected a number")
+        raise ConvertError(f"{self._where}: {name} is {value!r}; expected a finite number")
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._first((name,), default)

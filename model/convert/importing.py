@@ -315,7 +315,7 @@ def _read_published(
     if (model := nanochat.read_nanochat(source, context_length)) is not None:
         return model
     document = object_beside(source, CONFIG)
-    known = document.get("model_type") in FAMILIES or not by_role_else
+    known = document.get("model_type") in [*FAMILIES] or not by_role_else
     if "model_type" in document and "format_version" not in document and known:
         return read_huggingface(source, named=weights)
     return None

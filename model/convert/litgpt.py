@@ -65,6 +65,7 @@ def read_litgpt(folder: Path) -> ForeignModel:
     loaded = read_pt(path, keep='{"model": state_dict}')
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
     reader = StateDictReader(str(path), named_tensors(str(path), state))
+    reader.require_layers(settings.integer(LITGPT.sizes["n_layer"]))
     with naming(where):
         config = _config(settings)
     unbiased = () if settings.flag("bias", True) else MATRICES
@@ -91,8 +92,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         ) from error
     if not path.exists():
         raise ConvertError(f"{path} does not exist, but {WEIGHTS} cannot be read without it")
+    text = source_text(path, CONFIG_BYTES)
     try:
-        values = yaml.safe_load(source_text(path, CONFIG_BYTES))
+        # Aliases of aliases can stand for billions of values in a few lines.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ConvertError(f"{path} has an alias (*NAME): write the value itself")
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConvertError):
             raise

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
@@ -38,6 +38,7 @@ CONFIG, WEIGHTS, FACTS = "cfg.json", "sae_weights.safetensors", "features.safete
 MOST_BYTES = 2**33
 """Maximum size, in bytes, of each file that contains arrays."""
 ARCHITECTURES = ("standard", "topk", "jumprelu")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "normalize_activations": ("none", None, False),
     "reshape_activations": ("none", None),
@@ -122,9 +123,9 @@ def read_autoencoder(path: Path) -> StoredAutoencoder:
         autoencoder = _folded(config, tensors)
         facts = None
         if (path / FACTS).exists():
-            facts = FeatureFacts(**load_arrays(read_regular(path / FACTS, MOST_BYTES)))
-            _check_facts(facts, autoencoder.features)
-    except (OSError, ValueError, TypeError, SafetensorError, AutoencoderError) as error:
+            stored = load_tensors(read_regular(path / FACTS, MOST_BYTES))
+            facts = _facts(stored, autoencoder.features)
+    except (OSError, ValueError, SafetensorError, AutoencoderError) as error:
         raise AutoencoderError(f"{path} is not a readable autoencoder: {error}") from error
     record = config["metadata"].get("logitd")
     return StoredAutoencoder(
@@ -150,7 +151,8 @@ def _settings(document: Any) -> dict[str, Any]:
     config.setdefault("hook_head_index", config["metadata"].get("hook_head_index"))
     if config.get("activation_fn") == "topk":  # before version 6
         config["architecture"] = "topk"
-        config.setdefault("k", (config.get("activation_fn_kwargs") or {}).get("k"))
+        kwargs = config.get("activation_fn_kwargs")
+        config.setdefault("k", kwargs.get("k") if isinstance(kwargs, dict) else None)
     if config.setdefault("architecture", "standard") not in ARCHITECTURES:
         raise AutoencoderError(
             f"architecture is {config['architecture']!r}; it must be one of "
@@ -182,44 +184,70 @@ def _folded(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Autoenc
         )
     for name, shape in shapes.items():
         tensor = tensors[name]
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        if tuple(tensor.shape) != shape or tensor.dtype not in FLOATS:
             raise AutoencoderError(
                 f"{name} has the dtype {tensor.dtype} and the shape {list(tensor.shape)}; "
-                f"expected a float dtype and, as {CONFIG} requires, the shape {list(shape)}"
+                f"expected a dtype of 16 to 64 bits and, as {CONFIG} requires, the shape "
+                f"{list(shape)}"
             )
         if not tensor.isfinite().all():
             raise AutoencoderError(f"{name} has a number that is not finite")
     encoder, bias, decoder, center = (
         tensors[name].double() for name in ("W_enc", "b_enc", "W_dec", "b_dec")
     )
-    if config.get("apply_b_dec_to_input", True):
+    if _flag(config, "apply_b_dec_to_input", True):
         bias = bias - center @ encoder
-    if config.get("rescale_acts_by_decoder_norm", False):
+    if _flag(config, "rescale_acts_by_decoder_norm", False):
         norms = decoder.norm(dim=1)
         encoder, bias, decoder = encoder * norms, bias * norms, decoder / norms[:, None]
-    threshold = tensors.get("threshold")
+    folded = {"W_enc": encoder, "b_enc": bias, "W_dec": decoder, "b_dec": center}
+    served = {name: tensor.float() for name, tensor in {**tensors, **folded}.items()}
+    for name, tensor in served.items():
+        if not tensor.isfinite().all():
+            raise AutoencoderError(
+                f"{name} has a number that is not finite in float32, after the settings in "
+                f"{CONFIG} are folded into it"
+            )
     return Autoencoder(
-        encoder=encoder.float(),
-        encoder_bias=bias.float(),
-        decoder=decoder.float(),
-        decoder_bias=center.float(),
+        encoder=served["W_enc"],
+        encoder_bias=served["b_enc"],
+        decoder=served["W_dec"],
+        decoder_bias=served["b_dec"],
         k=_size(config, "k", features) if config["architecture"] == "topk" else None,
-        threshold=None if threshold is None else threshold.float(),
+        threshold=served.get("threshold"),
     )
 
 
 def _size(config: Mapping[str, Any], name: str, most: int = 2**30) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or not 1 <= value <= most:
+    if type(value) is not int or not 1 <= value <= most:
         raise AutoencoderError(f"{name} is {value!r}; it must be a whole number from 1 to {most}")
     return value
 
 
-def _check_facts(facts: FeatureFacts, features: int) -> None:
+def _flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, bool):
+        raise AutoencoderError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
+def _facts(arrays: Mapping[str, Tensor], features: int) -> FeatureFacts:
+    dtypes = {"density": torch.float32, "ids": torch.int32, "activations": torch.float32}
+    if {name: array.dtype for name, array in arrays.items()} != dtypes:
+        found = ", ".join(f"{name} ({array.dtype})" for name, array in sorted(arrays.items()))
+        raise AutoencoderError(
+            f"{FACTS} has the arrays {found}; expected density (float32), ids (int32) and "
+            "activations (float32): remove the file to serve without it"
+        )
+    facts = FeatureFacts(**{name: array.numpy() for name, array in arrays.items()})
     shape = facts.ids.shape
     shapes = facts.density.shape, facts.activations.shape, shape[:1], len(shape)
-    if shapes != ((features,), shape, (features,), 3):
+    if shapes != ((features,), shape, (features,), 3) or not facts.ids.size:
         raise AutoencoderError(f"{FACTS} has arrays whose shapes do not match {WEIGHTS}: remove it")
+    if not (np.isfinite(facts.density).all() and np.isfinite(facts.activations).all()):
+        raise AutoencoderError(f"{FACTS} has a number that is not finite: remove it")
+    return facts
 
 
 def read_autoencoders(

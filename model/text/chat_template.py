@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, nodes, pass_context
+from jinja2.compiler import CodeGenerator
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -161,10 +162,21 @@ def _explained(problem: str) -> Iterator[None]:
         raise ChatTemplateError(f"{problem}: {type(error).__name__}: {str(error)[:200]}") from error
 
 
+class _Code(CodeGenerator):
+    """Jinja's compiler, except that expressions of constants are left to the rendering: a filter
+    could run for minutes in the compiler, which has no time limit."""
+
+    def _output_child_to_const(self, node: nodes.Expr, *rest: Any) -> str:
+        if not isinstance(node, nodes.TemplateData | nodes.Const):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, *rest)
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, extended to check the time limit at each call, to limit the size of results
     of `*`, and to refuse `**`."""
 
+    code_generator_class = _Code
     intercepted_binops = frozenset(("*", "**"))
 
     # The parameters have Jinja's names, with underscores so that they differ from all keywords of a
@@ -184,7 +196,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+        optimized=False,  # see _Code
     )
     # Jinja's other globals are random or have a state; without them the prompt depends only on the
     # messages.

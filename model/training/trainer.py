@@ -169,9 +169,12 @@ class Trainer:
             now = environment(run.placement, run.ranks.size, sharded=run.sharded)
             if changed := differences(now, before):
                 self._notice(f"resuming; bits will differ from an uninterrupted run: {changed}")
-            self.log.restore(reports["log"])
-            self.divergence.restore(reports["health"])
-            self.recorder.seconds.update(reports.get("tasks", {}))
+            try:
+                self.log.restore(reports["log"])
+                self.divergence.restore(reports["health"])
+                self.recorder.seconds.update(reports.get("tasks", {}))
+            except (LookupError, TypeError, ValueError) as error:
+                raise TrainingError(f"{state} has damaged reports: {error!r}") from error
         self.done_before = self.length.done(self.counters)
         self.first = self.counters.step
         self.recorder.restore(self.first)

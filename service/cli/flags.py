@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 from pydantic_settings import CliPositionalArg, SettingsError
 
-from logitd.service.cli.variables import places
+from logitd.service.cli.variables import DOTENV, places
 from logitd.service.settings.common import CommandSettings, split_list
 
 _POSITIONAL = get_args(CliPositionalArg)[-1]
@@ -63,6 +63,8 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
                 value = [item for words in value for item in split_list(words)]
             given[name] = value
     try:
+        if Path(DOTENV).is_fifo():  # pydantic would wait for a writer
+            raise OSError(f"{DOTENV} is a pipe (FIFO); expected a regular file")
         return settings(**given)
     except ValidationError as error:
         problems = error.errors(include_url=False)

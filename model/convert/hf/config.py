@@ -93,7 +93,8 @@ def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
 
 def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Read the shape and weights of a model. Raises ConvertError and ConfigError."""
-    if (model_type := settings.get("model_type")) not in FAMILIES:
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         settings.reject_unless(
             "model_type",
             (),
@@ -102,6 +103,7 @@ def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, 
         )
         raise ConvertError("config.json lacks model_type")
     layout, read_shape = FAMILIES[model_type]
+    reader.require_layers(settings.integer(*layout.sizes["n_layer"].split()))
     config, unbiased = read_shape(settings)
     reader.ignore(*BUFFERS)
     return config, read_weights(reader, config, layout, unbiased=unbiased)
@@ -256,8 +258,8 @@ def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | N
     unlimited = settings.has("sliding_window") and settings.get("sliding_window") is None
     if not own or unlimited:
         return None
-    first = 0 if model_type == "mistral" else settings.number("max_window_layers", 28)
-    kinds = settings.get("layer_types") or [FULL] * min(n_layer, int(first))
+    first = 0 if model_type == "mistral" else settings.count("max_window_layers", 28)
+    kinds = settings.get("layer_types") or [FULL] * min(n_layer, first)
     if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
         settings.reject_unless("layer_types", (), f"expected a list of {FULL} and {SLIDING}")
     window = settings.integer("sliding_window", default=4096)

@@ -44,7 +44,7 @@ def read_rope(
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.part(name)
     kind = part.get("rope_type", part.get("type", "default"))
-    if kind not in KEYS:
+    if not isinstance(kind, str) or kind not in KEYS:
         settings.reject_unless(
             name,
             (),

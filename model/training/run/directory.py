@@ -41,6 +41,7 @@ from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, write_who
 from logitd.model.folder_lock import FolderLock, FolderLocked
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.resolve import ResolvedTraining
+from logitd.model.training.run.metrics_log import read_metrics
 
 PLOT = "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -198,19 +199,18 @@ class RunDirectory:
             file.write(json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.path / METRICS
-        if not path.is_file():
-            return []
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """The valid records of the log. Raises TrainingError."""
+        return read_metrics(self.path / METRICS)[0]
 
     def append_sample(self, step: int, prompt: str, text: str) -> None:
         with (self.path / SAMPLES).open("a", encoding="utf-8") as file:
             file.write(f"=== step {step}\n{prompt}{text}\n\n")
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> tuple[str, ...]:
         """Remove everything written after the state of `step`, because it will be written again.
-        Also remove incomplete files of a killed process."""
+        Also remove incomplete files of a killed process, and damaged lines of the log; the result
+        is notes on these lines. Raises TrainingError if the log cannot be read."""
+        records, notes = read_metrics(self.path / METRICS)
         state = self.state.parent.glob(f".{self.state.name}.*")
         steps = (*self.path.glob(".step-*"), *self.history.glob(".step-*"))
         for left in {*steps, *self.path.glob(".*.part"), *state}:
@@ -218,7 +218,7 @@ class RunDirectory:
                 shutil.rmtree(left)
             else:
                 left.unlink()
-        kept = [record for record in self.metrics() if record["step"] <= step]
+        kept = [record for record in records if record["step"] <= step]
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_whole(self.path / METRICS, text.encode())
         self._cut_samples(step if step in self.checkpoints() else step - 1)
@@ -226,16 +226,16 @@ class RunDirectory:
         for later, path in (*self.checkpoints().items(), *checkpoints_in(self.history).items()):
             if later > step:
                 _remove(path)
+        return notes
 
     def _cut_samples(self, last: int) -> None:
         path = self.path / SAMPLES
         if not path.is_file():
             return
-        with path.open(encoding="utf-8", newline="") as file:
-            text = file.read()
+        text = path.read_bytes().decode(errors="surrogateescape")
         for head in SAMPLE.finditer(text):
             if int(head[1]) > last:
-                write_whole(path, text[: head.start()].encode())
+                write_whole(path, text[: head.start()].encode(errors="surrogateescape"))
                 return
 
     def link_newest_and_best(self, last: int | None = None) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from logitd.model.device import Placement, describe
 from logitd.model.files import require_regular, whole_file
@@ -103,10 +104,23 @@ def load_state(
         scatter_weights(gpt, document["weights"])
         average.load_state_dict(document.get("average"))
         optimizers.load_state_dict(document["optimizers"])
-        counters = Counters(**document["counters"])
-        return counters, dict(document["environment"]), dict(document["reports"])
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        return (
+            saved_counters(path, document),
+            dict(document["environment"]),
+            dict(document["reports"]),
+        )
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise TrainingError(f"{path} does not fit the run's model: {error}") from error
+
+
+def saved_counters(path: Path, document: Mapping[str, Any]) -> Counters:
+    """The counters in the contents of the state file. Raises TrainingError."""
+    try:
+        return TypeAdapter(Counters).validate_python(document.get("counters"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(["counters", *map(str, first["loc"])])
+        raise TrainingError(f"{path}: {name} is {first['input']!r:.100}: {first['msg']}") from error
 
 
 def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Only run.json, metrics.jsonl and samples.txt are read, never the state or a chec
 lines are skipped, with a note.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from logitd.model.checkpoint.run_folder import RUN, is_run
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.run.metrics_log import read_metrics
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import parameter_count
@@ -56,7 +56,7 @@ def summarize(path: Path) -> RunSummary:
         raise TrainingError(f"{path} is not a run directory: it has no {RUN}")
     training = RunDirectory(path).read_training()
     config, model, length = training.config, training.model, training.length
-    records, notes = _metrics(path / METRICS)
+    records, notes = read_metrics(path / METRICS)
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
@@ -109,32 +109,6 @@ def differences(runs: Sequence[RunSummary]) -> dict[str, tuple[Any, ...]]:
     return {
         name: of_runs for name, of_runs in values.items() if any(v != of_runs[0] for v in of_runs)
     }
-
-
-def _metrics(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """The records that can be read, and notes on those that cannot."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    records, damaged = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            whole = record["kind"] in ("train", "eval") and "step" in record and "seconds" in record
-        except (ValueError, TypeError, KeyError):
-            whole = False
-        if whole:
-            records.append(record)
-        else:
-            damaged.append(number)
-    notes = []
-    if damaged and damaged[-1] == len(lines) and not lines[-1].endswith(b"\n"):
-        notes.append(
-            f"the last line of {METRICS} is cut off: {len(records)} complete lines were read"
-        )
-        damaged.pop()
-    if damaged:
-        where = ", ".join(map(str, damaged[:5])) + (" and more" if len(damaged) > 5 else "")
-        notes.append(f"{len(damaged)} lines of {METRICS} are damaged and were skipped: {where}")
-    return records, tuple(notes)
 
 
 def _changes(

@@ -201,6 +201,7 @@ def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> N
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
         ({"something_new": 3}, "something_new 3.*--ignore-setting something_new"),
         ({"sliding_window_size": 16, "sliding_window_indices": [1]}, "0 or 1 for 2 layers"),
+        ({"sliding_window_size": 16, "n_layer": 10**14}, "states 100,000,000,000,000 layers"),
         ({"sliding_window_size": "x"}, "sliding_window_size is 'x'; expected a positive integer"),
         ({"sliding_window_size": float("nan")}, "sliding_window_size is nan; expected a positive"),
         ({"n_layer": 1}, r"has 7 tensors .* transformer\.h\.1\.attn\.proj\.weight"),
@@ -247,7 +248,12 @@ def test_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
 
 def test_broken_configuration_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "lit", {})
-    for text, sentence in (("[1", "is not YAML"), ("- 1", "is not a mapping of keys to values")):
+    bomb = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    for text, sentence in (
+        ("[1", "is not YAML"),
+        ("- 1", "is not a mapping of keys to values"),
+        (f"a0: &a0 [1]\n{bomb}norm_class_name: *a11\n", r"has an alias \(\*NAME\)"),
+    ):
         (folder / "model_config.yaml").write_text(text, encoding="utf-8")
         with pytest.raises(ConvertError, match=rf"model_config\.yaml {sentence}"):
             import_model(folder, tmp_path / "ours")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -184,6 +184,11 @@ def test_saelens_reads_a_written_folder(tmp_path: Path) -> None:
         (settings("topk", d_sae=COUNT - 1), f"W_enc.*{COUNT}.*{COUNT - 1}"),
         (settings("standard"), "threshold"),
         (older(activation_fn_str="tanh-relu"), "activation_fn.*tanh-relu"),
+        (settings("topk", k=True), "k is True.*whole number"),
+        (settings("topk", d_in=True), "d_in is True.*whole number"),
+        (settings("topk", apply_b_dec_to_input="false"), "apply_b_dec_to_input is 'false'"),
+        (settings("topk", rescale_acts_by_decoder_norm=1), "rescale.* is 1; it must be true"),
+        (older(activation_fn_str="topk", activation_fn_kwargs=[K]), "k is None"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -207,6 +212,45 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(AutoencoderError, match=re.escape(str(cut))):
         read_autoencoder(cut)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"W_enc": tensors()["W_enc"].to(torch.float8_e4m3fn)}, "W_enc.*float8_e4m3fn.*16 to 64"),
+        ({"W_enc": tensors()["W_enc"].double() * 1e300}, "_enc has .* not finite in float32"),
+        ({"W_dec": torch.zeros(COUNT, WIDTH)}, "W_dec.*not finite in float32"),
+    ],
+)
+def test_weights_that_cannot_be_served_are_refused(
+    tmp_path: Path, changes: dict[str, Tensor], expected: str
+) -> None:
+    config = settings("topk", rescale_acts_by_decoder_norm=True)
+    with pytest.raises(AutoencoderError, match=expected):
+        read_autoencoder(folder(tmp_path / "sae", config, tensors() | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"more": torch.zeros(3)}, "more.*expected density"),
+        ({"ids": torch.zeros(COUNT, 3, 4)}, r"ids \(torch.float32\).*ids \(int32\)"),
+        ({"density": torch.zeros(COUNT).bfloat16()}, "density.*bfloat16"),
+        ({"density": torch.full((COUNT,), torch.nan)}, "not finite"),
+        ({"density": torch.zeros(COUNT + 1)}, "shapes do not match"),
+        (
+            {"ids": torch.zeros(COUNT, 0, 4).int(), "activations": torch.zeros(COUNT, 0, 4)},
+            "shapes do not match",
+        ),
+    ],
+)
+def test_damaged_facts_are_refused(
+    tmp_path: Path, changes: dict[str, Tensor], expected: str
+) -> None:
+    path = written(tmp_path / "mine") / "features.safetensors"
+    save_file(load_file(path) | changes, path)
+    with pytest.raises(AutoencoderError, match=f"mine is not.*features.*{expected}"):
+        read_autoencoder(path.parent)
 
 
 @pytest.mark.parametrize(

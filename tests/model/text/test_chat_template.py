@@ -9,6 +9,7 @@ import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.filters import FILTERS
 
 from logitd.model.text import chat_template
 from logitd.model.text.chat_template import (
@@ -353,6 +354,15 @@ def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatc
     started = time.process_time()
     assert "took more than 0.05 s" in refusal(source)
     assert time.process_time() - started < 30
+
+
+@pytest.mark.parametrize("use", ["{{ %s }}", "{%% set x = %s %%}", "{%% if %s %%}{%% endif %%}"])
+def test_filters_do_not_run_in_the_compiler(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> str:
+        raise AssertionError("the filter ran")
+
+    monkeypatch.setitem(FILTERS, "format", run)
+    ChatTemplate(use % "'%1000000000d'|format(1)")
 
 
 def test_template_cannot_change_its_deadline() -> None:

@@ -220,6 +220,12 @@ def test_unreadable_env_files_exit_2(
     assert ".env cannot be read: " in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_env_pipe_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / ".env")
+    assert run(["serve"]) == 2
+    assert ".env is a pipe (FIFO)" in capsys.readouterr().err
+
+
 @each_source
 @pytest.mark.parametrize("name", ["LOGITD_PORT", "LOGITD_SERVE_PORT"])
 def test_wrong_variables_exit_2_and_are_named(

@@ -163,6 +163,14 @@ def test_numbers_are_stored_as_in_the_source(dtype: str, tmp_path: Path) -> None
 UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "llama": [
         ({"model_type": "bert"}, "model_type is 'bert'; expected one of gpt2, gpt_neox, opt"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]; expected one of gpt2"),
+        ({"model_type": "mistral", "num_hidden_layers": 10**14}, "states 100,000,000,000,000"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": float("inf")},
+         "max_window_layers is inf; expected an integer from 0 on"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1},
+         "max_window_layers is -1; expected an integer from 0 on"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a finite number"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, r"of type \['linear'\] are not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; "),
         *(({"rope_parameters": {"rope_type": kind, "factor": 2.0}},
            f"rotary positions of type '{kind}' are not supported; expected one of default, linear")

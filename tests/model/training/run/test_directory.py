@@ -1,16 +1,20 @@
 """The run directory's bookkeeping."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from logitd.model.checkpoint.card_and_curve import read_samples
 from logitd.model.files import folder_aside
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.finetune import Base
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.configuration.resolve import ResolvedTraining
 from logitd.model.training.run.directory import RunDirectory
+from logitd.model.training.run.metrics_log import NUMBERS
 from tests.model.factories import tiny_config
 
 TRAINING = ResolvedTraining(
@@ -21,13 +25,23 @@ TRAINING = ResolvedTraining(
 )
 
 
+def train_record(step: int) -> dict[str, Any]:
+    numbers = dict.fromkeys(NUMBERS["train"], 1.0)
+    return {"kind": "train", "step": step, **numbers}
+
+
+def eval_record(step: int, loss: float) -> dict[str, Any]:
+    return {"kind": "eval", "step": step, "seconds": 1.0, "val_loss": loss,
+            "val_bits_per_byte": loss}  # fmt: skip
+
+
 def _run(path: Path, losses: dict[int, float]) -> RunDirectory:
     run = RunDirectory.create(path)
     run.write_training(TRAINING)
     for step, loss in losses.items():
         run.checkpoint(step).mkdir()
-        run.append({"kind": "train", "step": step})
-        run.append({"kind": "eval", "step": step, "val_loss": loss})
+        run.append(train_record(step))
+        run.append(eval_record(step, loss))
     run.link_newest_and_best()
     return run
 
@@ -60,6 +74,60 @@ def test_rewinding_removes_later_records(tmp_path: Path) -> None:
     run.rewind(0)
     assert not run.latest.is_symlink()
     assert not run.best.is_symlink()
+
+
+DAMAGED = (
+    b"\0\0\0\n",
+    b"\xff\xfe\n",
+    b"[" * 100_000 + b"\n",
+    b"[1]\n",
+    b'{"kind": ["train"]}\n',
+    b'{"kind": "train", "step": 1}\n',
+    *(
+        json.dumps(train_record(1) | {name: value}).encode() + b"\n"
+        for name, value in (
+            ("step", "1"),
+            ("step", True),
+            ("seconds", "x"),
+            ("loss", [1.0]),
+            ("smoothed_loss", float("nan")),
+            ("tokens_per_second", None),
+            ("done", "half"),
+            ("tokens", 10**400),
+        )
+    ),
+    json.dumps(eval_record(1, float("nan"))).encode() + b"\n",
+)
+
+
+def test_rewinding_drops_damaged_lines_with_a_note(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {5: 3.0, 10: 2.0})
+    path = run.path / "metrics.jsonl"
+    whole = path.read_bytes()
+    for line in DAMAGED:
+        path.write_bytes(line + whole)
+        notes = run.rewind(10)
+        assert notes == ("skipped 1 damaged line of metrics.jsonl: 1",), line[:80]
+        assert path.read_bytes() == whole
+        assert run.linked_step(run.best) == 10
+
+
+def test_log_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {5: 3.0})
+    path = run.path / "metrics.jsonl"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl is a pipe"):
+        run.rewind(5)
+
+
+def test_rewinding_keeps_samples_that_are_not_text(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {5: 3.0})
+    path, endless = run.path / "samples.txt", b"=== step " + b"9" * 5000 + b"\n"
+    path.write_bytes(b"=== step 5\n\xff\n\n" + endless + b"=== step 6\nlater\n\n")
+    run.rewind(5)
+    assert path.read_bytes() == b"=== step 5\n\xff\n\n" + endless
+    assert read_samples(run.path)[0] == 5
 
 
 def test_rewinding_removes_unfinished_files(tmp_path: Path) -> None:

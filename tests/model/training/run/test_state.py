@@ -17,6 +17,7 @@ from logitd.model.training.run.state import (
     load_state,
     read_state,
     save_state,
+    saved_counters,
 )
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.gpt import GPT
@@ -103,3 +104,29 @@ def test_differences_of_environments_are_named() -> None:
         f"{HERE['device']}, was another, dtype float32, was bfloat16, threads "
         "2, was 4, processes 1, was 2"
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "reason"),
+    [
+        ("counters", None, "counters is None"),
+        ("counters", {"step": "x"}, "counters.step is 'x'"),
+        ("counters", {"seconds": [1]}, r"counters.seconds is \[1\]"),
+        ("average", [1], "does not fit"),
+        ("optimizers", 7, "does not fit"),
+        ("weights", {"a": 1}, "does not fit"),
+        ("environment", 7, "does not fit"),
+    ],
+)
+def test_damaged_section_is_refused(
+    tmp_path: Path, section: str, value: object, reason: str
+) -> None:
+    path = tmp_path / "state.pt"
+    _save(path)
+    torch.save(torch.load(path) | {section: value}, path)
+    gpt, optimizers, average = _model()
+    with pytest.raises(TrainingError, match=f"state.pt.*{reason}"):
+        load_state(path, gpt=gpt, optimizers=optimizers, average=average)
+    if section == "counters":
+        with pytest.raises(TrainingError, match=reason):
+            saved_counters(path, read_state(path))

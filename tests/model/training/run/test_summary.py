@@ -91,7 +91,7 @@ def test_damaged_lines_are_noted(copy: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     lines[1], lines[3] = "\0\0\0\n", '["train"]\n'
     path.write_text("".join(lines))
-    assert summarize(copy).notes == ("2 lines of metrics.jsonl are damaged and were skipped: 2, 4",)
+    assert summarize(copy).notes == ("skipped 2 damaged lines of metrics.jsonl: 2, 4",)
 
 
 def test_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
