@@ -13,8 +13,8 @@ EXTENSION = "logitd.body_writer"
 """Name of the ASGI extension, whose member `write` is the request's `BodyWriter`."""
 
 BodyWriter = Callable[[bytes], bool]
-"""Writes a piece of a reply that has begun. Returns False if the client reads slowly or has left.
-The caller must then send the next piece with `send`, which waits for the client."""
+"""Writes a piece of a reply that has begun. Returns False if the client reads slowly or has
+disconnected. The caller must then send the next piece with `send`, which waits for the client."""
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:

@@ -78,8 +78,8 @@ RowsOfHeads = Annotated[list[Rows], Field(min_length=1, fail_fast=True)]
 
 
 class Source(RequestBody):
-    """Another prompt. The intervention takes the values that its stage has in this prompt, which is
-    computed as part of the request."""
+    """Another prompt, computed as part of the request. The intervention uses the values that its
+    stage has in this prompt."""
 
     prompt: Text | TokenIds
     positions: PositionChoice | None = Field(
@@ -100,7 +100,8 @@ DirectionChoice = Row | Rows | Difference
 
 
 class Intervention(RequestBody):
-    """A change to one stage at some positions: of some heads and units, or along a direction."""
+    """A change to one stage at some positions: to some of its heads and units, or along a
+    direction."""
 
     alternatives = (("units", "along"),)
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
@@ -201,7 +202,7 @@ class _Change:
     positions   its positions in each prompt
     units       its units, keyed by the size of the stage's last axis
     values      the values, or the prompts from which they are taken
-    directions  the directions, by their fields
+    directions  the directions, keyed by the names of their fields
     """
 
     field: str
@@ -368,7 +369,7 @@ def _read_values(
 ) -> Values:
     """The values that the stage has in other prompts, at the chosen units or along a direction. The
     shape is (positions, ...) for the operation "set". For other operations it is (1, ...):
-    the mean over the positions, minus the other mean, if any."""
+    the mean over the positions, minus the mean of the prompt in `minus`, if there is one."""
     values = (
         mean.rows(stage, readings) if body.operation == "set" else mean.of(stage, readings)[None]
     )

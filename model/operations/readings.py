@@ -53,8 +53,8 @@ class Mean:
         return readings[self.source][stage.name]
 
     def of(self, stage: Stage, readings: Readings) -> Values:
-        """The mean (...) of the values at a stage, minus the other mean, if any. Raises
-        InvalidRequest if the two means have different shapes."""
+        """The mean (...) of the values at a stage, minus the mean of the reading `minus`, if there
+        is one. Raises InvalidRequest if the two means have different shapes."""
         mean = self.rows(stage, readings).mean(axis=0, dtype=np.float64)
         if self.minus is not None:
             other = readings[self.minus][stage.name].mean(axis=0, dtype=np.float64)

@@ -53,13 +53,13 @@ from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer
 
 AT_ONCE = 8
-"""Number of prompts in a batch when the logits without the intervention `vary` are computed."""
+"""Batch size, in prompts, for computing the logits without the intervention `vary`."""
 OneOrManyTexts = Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class SweepRequest(PromptBody):
-    """A metric of the next token's logits while an intervention is applied in one layer, head or
-    position after another. The results form a grid; for several prompts, a grid of means."""
+    """A metric of the next token's logits, measured while an intervention is applied to each layer,
+    head or position in turn. The results form a grid; for several prompts, each cell is a mean."""
 
     alternatives = (("token", "token_id"), ("minus", "minus_id"))
     examples: ClassVar[Examples] = {

@@ -35,7 +35,7 @@ def compare(
 ) -> dict[str, Tensor]:
     """Compute logits for two sequences of `length` random ids below `rows`. The result has
     `token_ids`, their `logits`, and `changed`, the logits after the last id of each sequence was
-    replaced. Raises CodeError, whose message must be prefixed with the name of the code."""
+    replaced. Raises CodeError; the caller must prefix its message with the name of the code."""
     job = Job("compare", asdict(request), {"rows": rows, "length": length})
     return load(_run(job, weights, ANSWER, timeout))
 

@@ -25,8 +25,8 @@ Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 
 MOST_CHARACTERS = 1024
-"""Maximum length of an added token in characters. The limit bounds the time of the search, which at
-each place in a text tries the lengths of all tokens that begin with the character there."""
+"""Maximum length of an added token in characters. The limit bounds the time of the search: at each
+place in a text, it tries the lengths of all tokens that begin with the character at that place."""
 
 _WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 

@@ -92,7 +92,7 @@ class ChatTemplate:
 
         The caller must limit `role` to known values, because it is not escaped; the other texts of
         a message may be anything. Raises ChatTemplateError if the template refuses the messages
-        (`raise_exception`), fails on them, or exceeds its limit of time or output.
+        (`raise_exception`), fails on them, or exceeds its time or output limit.
         """
         if continue_final_message:
             *before, final = messages
@@ -163,8 +163,8 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 class _Code(CodeGenerator):
-    """Jinja's compiler, except that expressions of constants are left to the rendering: a filter
-    could run for minutes in the compiler, which has no time limit."""
+    """Jinja's compiler, except that constant expressions are evaluated later, during rendering: the
+    compiler has no time limit, and a filter could run for minutes there."""
 
     def _output_child_to_const(self, node: nodes.Expr, *rest: Any) -> str:
         if not isinstance(node, nodes.TemplateData | nodes.Const):

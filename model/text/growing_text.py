@@ -1,6 +1,6 @@
 """GrowingText: decodes the tokens of one sequence as they are generated, and finds stop strings.
 
-The caller handles the other ways in which a sequence ends.
+The caller handles all other ways in which a sequence can end.
 """
 
 import codecs

@@ -5,9 +5,9 @@ no token for unknown pieces. Tokens are stored in one of two ways:
 
 unchanged       every character of a text is in a piece, so decoding returns the exact text
 with a space    each stored token begins with a space, which need not be in the text, because white
-                space only separates words. Encoding returns the same ids as `re.findall` or
-                `str.split` with a dictionary. Decoding writes a space before each word; encoding
-                this text again returns the same ids
+                space only separates words. Encoding returns the same ids as a dictionary that is
+                applied to the result of `re.findall` or `str.split`. Decoding writes a space
+                before each word; encoding this text again returns the same ids
 
 A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped after
 `MOST_SECONDS`. `model/convert/vocabulary/words.py` chooses the pattern.

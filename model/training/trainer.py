@@ -82,8 +82,8 @@ class TrainingResult:
 def train(
     config: TrainingConfig, report: EventHandler = ignore_events, began: float | None = None
 ) -> TrainingResult:
-    """Train a new run, or continue one with `resume`. `began` is the start of the command on the
-    monotonic clock, from which `minutes` count (None: now).
+    """Train a new run, or continue one with `resume`. `began` is the time on the monotonic clock
+    when the command started; `minutes` count from then (None: from now).
 
     Raises TrainingError (options, runs, divergence), DataError, ConfigError and DeviceError, all
     with messages for the user. At the end, restores the random state and the number of threads that

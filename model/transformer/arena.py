@@ -33,8 +33,8 @@ class Arena:
 
     @classmethod
     def around(cls, tensors: Sequence[Tensor]) -> "Arena | None":
-        """The arena that contains exactly these tensors, in this order and at the places that
-        `place` would give them; None if there is no such arena."""
+        """The arena that contains exactly these tensors, in this order and at the addresses at
+        which `place` would put them; None if there is no such arena."""
         memory, start = tensors[0].untyped_storage(), tensors[0].data_ptr()
         end = start
         for tensor in tensors:

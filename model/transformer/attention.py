@@ -1,7 +1,7 @@
-"""Attention: everything between the projections of queries, keys and values and the output
-projection.
+"""Attention: computes the outputs of the heads from queries, keys and values. `gpt.py` has the
+projections before and after it.
 
-A GPT gives the queries, keys and values of each layer to an `Attend`, which returns the outputs of
+A GPT passes the queries, keys and values of each layer to an `Attend`, which returns the outputs of
 the heads. This module defines the `Attend`s without a cache: a fused one for training, and one that
 keeps its results for `model/transformer/trace.py`. `model/inference/kv_cache.py` defines the
 `Attend`s that use the KV cache; its prefill calls `attend_blocks` and `attend_piece`.

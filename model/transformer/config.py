@@ -147,7 +147,7 @@ _ROPE_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
 
 
 def read_rope_scaling(value: Any) -> RopeScaling | None:
-    """Read `rope_scaling` from JSON; a `RopeScaling` is returned as it is. Raises ConfigError."""
+    """Read `rope_scaling` from JSON; a `RopeScaling` is returned as is. Raises ConfigError."""
     if value is None or isinstance(value, RopeScaling):
         return value
     if not isinstance(value, Mapping):

@@ -1,9 +1,9 @@
 """Size: the number of elements of a GPT's tensors, computed from its configuration.
 
-The counts are used for the memory of a server, the arithmetic of a training step
-(`model/training/step/flops.py`), the summary of a run, and the bytes that a benchmark reads
-(`model/benchmark/work.py`). Tests compare every count with the tensors of real models. Adapters are
-not counted.
+Other modules compute from these counts how much memory a server needs, how many operations a
+training step takes (`model/training/step/flops.py`), and how many bytes a benchmark reads
+(`model/benchmark/work.py`). The summary of a run shows the number of parameters. Tests compare
+every count with the tensors of real models. Adapters are not counted.
 """
 
 from dataclasses import dataclass

@@ -33,11 +33,11 @@ CALLER = "logitd.caller"
 ADMIN = "/admin"
 """Paths below this one need the administrator's key instead of an API key."""
 COMPUTED = ("/features/", "/weights/")
-"""Beginnings of the paths whose GET requests compute: the logits of a feature, the matrices of a
-head."""
+"""Prefixes of the paths whose GET requests need computation: the logits of a feature, the matrices
+of a head."""
 MIN_KEY_LENGTH = 8
 SAFE_KEY_LENGTH = 16
-"""Shorter keys are accepted with a warning."""
+"""Keys with fewer characters than this are accepted with a warning."""
 KEY_FILE_BYTES = 2**20
 """Maximum size of a key file in bytes, enough for ten thousand keys. The limit is small because the
 file may be read while requests are answered."""
@@ -48,8 +48,8 @@ _KEY = re.compile(r"[!-~]+")  # characters that a header can hold without quotes
 
 
 class ApiKeyError(ValueError):
-    """Raised if API keys cannot be used. The message names the key and the reason, never the key
-    itself."""
+    """Raised if API keys cannot be used. The message gives the name or place of the key and the
+    reason, never the key itself."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ApiKeyCheck:
 
 
 def counts(method: str, path: str) -> bool:
-    """True if a request counts toward the limits of its key, because it computes."""
+    """True if a request needs computation, and therefore counts toward the limits of its key."""
     return method == "POST" or (method == "GET" and path.startswith(COMPUTED))
 
 
@@ -172,14 +172,16 @@ def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
 
 
 def _listed(listed: SecretStr | None) -> Iterator[tuple[str, str]]:
-    """The entries in the setting `api_keys`, each preceded by its place in words, for messages."""
+    """The entries in the setting `api_keys`, each as a pair: its location in words, for messages,
+    and its text."""
     if listed is not None:
         for number, entry in enumerate(listed.get_secret_value().split(","), start=1):
             yield f"entry {number} of the API keys", entry.strip()
 
 
 def _in_file(file: Path | None) -> list[tuple[str, str]]:
-    """The entries in the key file, each preceded by its place in words, for messages."""
+    """The entries in the key file, each as a pair: its location in words, for messages, and its
+    text."""
     if file is None:
         return []
     try:

@@ -1,9 +1,9 @@
 """KeyLimits: limits the requests per minute and the concurrent requests of each API key.
 
 Requests above the limits are answered with 429. The message names the key and the limit that it
-exceeded; other keys are not affected. Only requests that compute count (`counts` in `auth.py`). The
-allowance of a key refills at a constant rate (a leaky bucket), so a key that was idle for a minute
-may send a whole minute's requests at once. Call KeyLimits only on the event loop.
+exceeded; other keys are not affected. Only requests that need computation are counted (`counts` in
+`auth.py`). The allowance of a key refills at a constant rate (a leaky bucket), so a key that was
+idle for a minute may send a whole minute's requests at once. Call KeyLimits only on the event loop.
 `service/engine/admission.py` has the limits of the queue.
 """
 
@@ -65,13 +65,13 @@ class KeyLimits:
         return per_minute or 0, at_once or 0
 
     def replace(self, own: Mapping[str, KeyLimit]) -> None:
-        """Change the limits of keys. Requests that were already sent still count."""
+        """Change the limits of keys. Requests that were already received still count."""
         self._own = own
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """In this context, a request of a key counts as being answered. Raises ApiError (429) if
-        the request would exceed a limit; rejected requests are not counted."""
+        """Count a request of a key; until the context ends, it also counts as concurrent. Raises
+        ApiError (429) if the request would exceed a limit; rejected requests are not counted."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
             raise queue_full(

@@ -1,4 +1,4 @@
-"""Busy: a notice that other programs use this machine's processors. Imports only the standard
+"""Busy: a notice that other programs are using this machine's processors. Imports only the standard
 library."""
 
 import os

@@ -126,7 +126,7 @@ COMMANDS = (
 
 
 class Commands(click.Group):
-    """The commands, in the order of the help."""
+    """The commands, in the order in which the help lists them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

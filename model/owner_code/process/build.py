@@ -32,8 +32,8 @@ CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_arg
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The owner's code, and values from the checkpoint. Each value is given under every name that
-    is usual for it, in lower case.
+    """The owner's code, and values from the checkpoint. Each value appears under all of its usual
+    names, in lower case.
 
     file, expression   the owner's file, and a name in it or an expression that uses the file's
                        names
@@ -245,9 +245,9 @@ def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleT
 
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
-    """A configuration object with the known values. Its class is `named`. If `named` is None, it is
-    the only class in the file that is named like a configuration. If the file has no such class or
-    several, it is `Values`."""
+    """A configuration object with the known values. Its class is `named` or, if that is None, the
+    only class in the file with a name like a configuration's (`is_config_name`). If the file has no
+    such class or several, the object is a `Values`."""
     classes = [named] if named else [
         value for name, value in vars(module).items()
         if isinstance(value, type) and is_config_name(name) and not issubclass(value, nn.Module)
@@ -274,8 +274,8 @@ def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
 
 
 def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the weights. Raises Problem if a tensor other than a mask or table is missing or
-    unused."""
+    """Load the weights. Raises Problem if a parameter is missing, unless it shares its tensor with
+    another, or if a tensor is unused, unless it is a mask or a table of positions."""
     problems: list[str] = []
     for names in renamed(weights, model):
         try:

@@ -1,10 +1,10 @@
 """Define: runs the definitions in an owner's file, but not the rest of the script.
 
 Only the imports, classes, functions and assignments that the model's expression needs are executed.
-A training loop, for example, is not. If an assignment fails, such as `len(chars)` for a text file
-that is missing, its name gets the value that it had when the model was imported (`record`), or else
-a value from the checkpoint. If there is no such value, the assignment is skipped. If an import
-statement fails, the error is reported when the imported name is first used.
+A training loop, for example, is not. If an assignment fails (for example `vocab_size = len(chars)`,
+because a text file is missing), its name gets the value that it had when the model was imported
+(`record`), or else a value from the checkpoint. If there is no such value, the assignment is
+skipped. If an import statement fails, the error is reported when the imported name is first used.
 """
 
 import __future__
@@ -24,7 +24,8 @@ PARENTS = 4
 """Number of parent folders of the file's folder that are searched for imported packages."""
 RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
 """Maximum size of a recorded value as JSON, in bytes, and maximum length of a recorded string, in
-characters. A longer string is taken for training data from which other values were computed."""
+characters. A longer string is not recorded: it is probably training data from which other values
+were computed."""
 
 
 def run_definitions(
@@ -201,8 +202,9 @@ def bound(targets: Sequence[ast.expr]) -> set[str]:
 
 
 def needed_names(tree: ast.Module, expressions: Sequence[str]) -> set[str]:
-    """The global names that the expressions use, directly or through other definitions, and the
-    names of all classes that are named like a configuration."""
+    """The names of all classes with a name like a configuration's (`is_config_name`), and the
+    global names that these classes and the expressions use, directly or through other
+    definitions."""
     uses: dict[str, set[str]] = {}
     pending: list[str] = []
     for expression in expressions:

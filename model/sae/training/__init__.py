@@ -1,1 +1,2 @@
-"""Training of sparse autoencoders: activations of a text, the fit, and the resulting figures."""
+"""Training of sparse autoencoders: the activations on a text, the fit, and measurements of the
+result."""

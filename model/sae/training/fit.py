@@ -25,7 +25,8 @@ RATE = 4e-3
 """Adam's learning rate for 2^11 features. The rate is inversely proportional to the square root of
 the number of features."""
 WARM_UP, DECAY = 0.05, 0.2
-"""Shares of the training during which the rate rises and falls."""
+"""Fractions of the training: the learning rate rises during the first WARM_UP and falls during the
+last DECAY."""
 DEAD_TOKENS = 2**17
 """A feature is dead if it was zero at this many consecutive tokens."""
 AUXILIARY = 1 / 32
@@ -44,7 +45,7 @@ class Length:
     seconds: float
 
     def share(self, tokens: int) -> float:
-        """The completed share of the training, at most 1."""
+        """The completed fraction of the training, at most 1."""
         if self.tokens is not None:
             return min(1.0, tokens / self.tokens)
         return min(1.0, (time.monotonic() - self.began) / self.seconds)

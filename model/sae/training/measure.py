@@ -1,4 +1,4 @@
-"""Measure: the figures of an autoencoder on held-out windows, and the facts about its features.
+"""Measure: the quality of an autoencoder on held-out windows, and the facts about its features.
 
 The loss recovered compares three losses of the model: unchanged, with the stage replaced by its
 reconstruction, and with the stage set to zero.
@@ -22,7 +22,7 @@ from logitd.model.sae.training.activations import WINDOWS_AT_ONCE, Activations
 from logitd.model.sae.training.fit import Length
 
 FACTS_TOKENS = 2**18
-"""Maximum number of tokens on which density and examples are measured."""
+"""Number of tokens after which the measurement of density and examples ends."""
 EXAMPLES, BEFORE, AFTER = 10, 16, 7
 """Number of examples per feature, and of tokens before and after the strongest token of each
 example."""
@@ -30,11 +30,11 @@ example."""
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of an autoencoder.
+    """Measures of an autoencoder's quality.
 
     explained_variance  share of the variance of held-out values that the reconstruction explains
     active              mean number of nonzero features at a token (L0)
-    dead                share of the features that are zero at all tokens measured for the facts
+    dead                share of the features that are zero at all tokens used to measure the facts
     loss, loss_reconstructed, loss_zero
                         nats per token of the held-out windows
     loss_recovered      (loss_zero - loss_reconstructed) / (loss_zero - loss)
@@ -62,8 +62,8 @@ class Figures:
 def measure(
     autoencoder: Autoencoder, activations: Activations, windows: Iterator[Unit], length: Length
 ) -> tuple[Figures, FeatureFacts]:
-    """Measure the figures on the held-out windows. Measure the facts on `windows`, until `length`
-    is reached."""
+    """Measure the quality on the held-out windows, and the facts on `windows`. The facts are
+    complete after FACTS_TOKENS tokens, or earlier if `length` is reached."""
     facts = _facts(autoencoder, activations, windows, length)
     units = activations.held_out
     values = [torch.from_numpy(rows) for rows in activations.of_windows(units)]

@@ -31,8 +31,8 @@ from logitd.model.transformer.stages import Stage
 EXPANSION = 8
 """Default ratio of the number of features to the stage's width."""
 TRAINED, MEASURED = 0.7, 0.9
-"""Shares of `minutes` after which the training and then the measurement of features end. The
-remaining time is for the figures."""
+"""Training ends after the share TRAINED of `minutes`, and the measurement of facts about features
+after the share MEASURED. The remaining time is for measuring the quality."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def train_autoencoder(
 
 
 def _too_short(minutes: float, seconds: float) -> AutoencoderError:
-    """The error of a training that ran out of time before its first batch."""
+    """The error if time ran out before training had its first batch."""
     least = math.ceil(seconds / (60 * TRAINED) * 10) / 10
     return AutoencoderError(
         f"minutes is {minutes:g}, of which training gets {60 * TRAINED * minutes:.0f} seconds, but "

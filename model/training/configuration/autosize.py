@@ -29,15 +29,15 @@ from logitd.model.transformer.size import count_elements
 TOKENS_PER_PARAMETER = 0.9
 """Minimum number of training tokens per parameter of the block matrices."""
 USABLE = 0.9
-"""Share of the time that is spent on steps; the rest is for evaluations, samples and
+"""Share of the run's time available for steps; the rest is for evaluations, samples and
 checkpoints."""
 MEASURING = 0.05
-"""Measuring takes at most this share of the time, and at most MEASURING_SECONDS."""
+"""Measuring may take at most this share of the run's time, and at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
 """Minimum number of timed steps in a measurement, which begins with an untimed step."""
 SHORT = 45.0
-"""In runs of fewer seconds than this, the smallest size is measured first."""
+"""In runs shorter than this many seconds, the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
     (
         *("preset", "from_checkpoint", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model"),
@@ -49,8 +49,8 @@ CHOSEN_BY_HAND = frozenset(
 FEW = 3.5
 """Up to this number of passes over the text, the recipe for long texts is best."""
 MANY = 4.0
-"""Number of passes above which a preset without dropout causes a warning; `small` makes exactly 4
-passes."""
+"""Number of passes above which a preset without dropout causes a warning. The preset `small` makes
+exactly this many over Python's own text, so it causes none."""
 SMALL_VOCABULARY = 512
 DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
 """Pairs of a number of passes and the dropout to use above it. If the vocabulary is larger than
@@ -79,7 +79,7 @@ class Size:
 
 
 def _size(layers: int, width: int, context: int, batch: int, vocabulary: int, rate: float) -> Size:
-    """Build a size with heads of width 64, which is the fastest. Larger models get weight decay,
+    """Build a size with heads of width 64, the fastest width. Larger models get weight decay,
     because they see a text several times."""
     return Size(
         n_layer=layers,

@@ -47,8 +47,8 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "keep_every": ("lora", (None,)),  # adapters cannot be served
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
-"""Fields that have an effect only if another field has certain values: for each, the name of the
-other field, and these values, the usual one first."""
+"""Fields that have an effect only if another field has certain values. Each maps to the name of the
+other field and to these values; error messages suggest the first value."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
@@ -63,9 +63,9 @@ REWARMING = 0.05
 """Share of the remaining run over which the learning rate rises, if the run was extended."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
 """On a CPU, `compile` "auto" means "on" for long runs. A run is long if it has at least
-LONG_OPERATIONS operations or, if only the clock ends it, LONG_BY_CLOCK operations. If it has a time
-limit, the limit must also be at least LONG_MINUTES. On two AVX-512 cores in bfloat16, compiling
-took as much time as it saved in a run of two thirds of LONG_BY_CLOCK or about half of
+LONG_OPERATIONS operations or, without a limit on its steps, LONG_BY_CLOCK operations. If it has a
+time limit, the limit must also be at least LONG_MINUTES. On two AVX-512 cores in bfloat16,
+compiling took as much time as it saved in a run of two thirds of LONG_BY_CLOCK or about half of
 LONG_OPERATIONS. The length is measured in operations because a slower machine also compiles more
 slowly."""
 

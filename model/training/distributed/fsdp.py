@@ -8,11 +8,11 @@ all of this. This module divides a model (`shard_model`), records which rows a p
 (`ParamShard`), and gathers whole tensors: matrices for Muon (`all_gather`), or all tensors for a
 file (`gather`).
 
-Matrices are sent in the dtype of their products. If they were sent in float32, autocast's bfloat16
-copies of all layers would stay in memory from the forward to the backward pass. Other parameters
-are sent in float32. If two processes compute one pass each, the gradients have the same bits as
-with two copies of the model. Otherwise the gradients, and the norm that clips them, are added up in
-a different order.
+Matrices are sent in the dtype in which they are multiplied. If they were sent in float32,
+autocast's bfloat16 copies of all layers would stay in memory from the forward to the backward pass.
+Other parameters are sent in float32. If two processes compute one pass each, the gradients have the
+same bits as with two copies of the model. Otherwise the gradients, and the norm that clips them,
+are added up in a different order.
 
 A model that is larger than the memory of one machine is not supported: each process builds the
 whole model in CPU memory before it is divided (two models when fine-tuning), and to save, the main
@@ -110,8 +110,8 @@ def is_sharded(gpt: GPT) -> bool:
 
 
 def without_backward(gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a forward pass so that it frees the gathered parameters at its end. This is for calls
-    that no backward pass follows."""
+    """Wrap a forward pass so that it frees the gathered parameters at its end. Use it for calls
+    without a backward pass."""
     if not isinstance(gpt, FSDPModule):
         return forward
 

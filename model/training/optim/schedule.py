@@ -10,9 +10,9 @@ from logitd.model.training.configuration.presets import Recipe
 class Rewarming:
     """A gradual change from the old schedule to the new one, in a run that was extended.
 
-    done   share of the longer run at which the change begins
+    done   share of the extended run at which the change begins
     scale  learning rate at that point, as a share of the peak
-    span   share of the longer run over which the change takes place
+    span   share of the extended run over which the change takes place
     """
 
     done: float

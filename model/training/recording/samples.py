@@ -71,7 +71,7 @@ def _text_after(
 
 def default_prompts(text: PreparedText) -> tuple[str, ...]:
     """Prompts that suit the text: fixed ones for the built-in text, otherwise excerpts from three
-    places of the held-out text."""
+    places in the held-out text."""
     if text.record["built_in"]:
         return PYTHON_PROMPTS
     tokenizer, tokens = text.tokenizer, text.val.tokens

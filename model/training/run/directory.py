@@ -208,8 +208,8 @@ class RunDirectory:
 
     def rewind(self, step: int) -> tuple[str, ...]:
         """Remove everything written after the state of `step`, because it will be written again.
-        Also remove incomplete files of a killed process, and damaged lines of the log; the result
-        is notes on these lines. Raises TrainingError if the log cannot be read."""
+        Also remove incomplete files of a killed process, and damaged lines of the log. Returns
+        notes on these lines. Raises TrainingError if the log cannot be read."""
         records, notes = read_metrics(self.path / METRICS)
         state = self.state.parent.glob(f".{self.state.name}.*")
         steps = (*self.path.glob(".step-*"), *self.history.glob(".step-*"))

@@ -1,4 +1,4 @@
-"""StepLog: collects the figures of the steps since the last report.
+"""StepLog: collects the metrics of the steps since the last report.
 
 Losses stay on the device until a report is due, because copying them would make each step wait for
 the previous one.
@@ -17,8 +17,9 @@ SMOOTHING = 0.8
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a report. The gradient norm and the learning rate are taken from the last step
-    of the report; the other figures are means over all its steps."""
+    """The metrics of a report. The gradient norm and the learning rate are those of the report's
+    last step. The smoothed loss includes earlier reports. The others are means over the report's
+    steps."""
 
     loss: float
     smoothed_loss: float
@@ -63,8 +64,8 @@ class StepLog:
         self._since = time.monotonic() - state["seconds"]
 
     def start(self) -> None:
-        """Start the clock before the first step after a report, so that the time of evaluations and
-        checkpoints does not count."""
+        """Start the clock before the first step after a report, so that the time spent on
+        evaluations and checkpoints does not count."""
         if not self.steps:
             self._since = time.monotonic()
 
@@ -75,7 +76,7 @@ class StepLog:
         self._norm, self._lr_scale = norm, lr_scale
 
     def take(self) -> Figures:
-        """Return the figures of the steps since the last call, and begin a new report. There must
+        """Return the metrics of the steps since the last call, and begin a new report. There must
         be at least one such step."""
         figures = self.figures()
         self._smoothed = figures.smoothed_loss
@@ -83,7 +84,7 @@ class StepLog:
         return figures
 
     def figures(self) -> Figures:
-        """The figures of the steps since the last call to `take`."""
+        """The metrics of the steps since the last call to `take`."""
         loss = float(self._loss) / self.steps  # waits for the device
         seconds = time.monotonic() - self._since
         before = loss if self._smoothed is None else self._smoothed

@@ -28,7 +28,7 @@ MOST_NATS = 709.0
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """Mean loss over `tokens` predicted tokens of `text_bytes` bytes of text."""
+    """Mean loss over `tokens` predicted tokens, whose text has `text_bytes` bytes."""
 
     loss: float  # nats per token
     tokens: int

@@ -7,7 +7,7 @@ the loss is far above its best after the warmup, for `REPORTS` reports and `STEP
 the run has diverged; bad batches and spikes do not last that long. In the meantime the run is
 suspect, and its weights must not be saved.
 
-The monitor sees only the figures of reports. The trainer acts on the diagnosis.
+The monitor sees only the metrics in reports, not every step. The trainer acts on the diagnosis.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 The minutes include set-up and saving the last step. The learning rate depends on the completed
 share of the run (`model/training/optim/schedule.py`). If the clock ends a run, the share is planned
-anew before each step: with time for n more steps, the next one completes 1/n of the rest. So the
+again before each step: with time for n more steps, the next one completes 1/n of the rest. So the
 share never falls. Even if the machine becomes slower, the learning rate decays early enough that
 the last step has the final learning rate. The plan is part of the counters, so a resumed run
 continues with it: seed, step and the recorded shares determine every bit. Only a run with a set

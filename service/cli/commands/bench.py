@@ -47,7 +47,7 @@ def run(settings: BenchSettings) -> int:
 
 
 def measure(settings: BenchSettings) -> dict[str, Any]:
-    """Measure, and return the report, to which later versions may add members. May raise any of
+    """Measure, and return the report. Later versions may add members to it. May raise any of
     ERRORS."""
     loaded = load_model(settings.checkpoint, ComputeOptions.of(settings), log=_log)
     placement = loaded.placement

@@ -1,6 +1,6 @@
 """`logitd health`: asks whether a server answers requests, for container checks and scripts.
 
-The command runs every few seconds next to the server. To start quickly, it imports only the
+The command runs every few seconds alongside the server. To start quickly, it imports only the
 standard library and a few of logitd's modules.
 """
 
