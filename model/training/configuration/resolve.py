@@ -102,9 +102,9 @@ class ResolvedTraining:
     ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
         has been tokenized. This also decides what `compile` "auto" means: for a long run it becomes
-        "on", so that the run has the same kernels after a resumption; for a short run it stays
-        "auto", which compiles only on CUDA. `speed` measures the tokens per second of a run that
-        ends by the clock."""
+        "on", so that the run uses the same kernels after it is resumed; for a short run it stays
+        "auto", which compiles only on CUDA. `speed` measures the tokens per second of a run without
+        a limit on its steps."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))

@@ -112,8 +112,8 @@ class Length:
         return counters.ending + min(more, MORE_FOR_SLOWER * 60 * (self.minutes or math.inf))
 
     def steps_left(self, counters: Counters, pace: float, tasks: float) -> float:
-        """Expected number of steps until the end; infinite if the pace is 0 and only the clock ends
-        the run."""
+        """Expected number of steps until the end; infinite if the pace is 0 and the number of steps
+        is not limited."""
         by_steps = self.steps - counters.step if self.steps else math.inf
         return (
             0.0
