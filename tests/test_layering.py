@@ -1,4 +1,4 @@
-"""The import rules of ARCHITECTURE.md, read from the sources."""
+"""The sources follow the import rules of ARCHITECTURE.md."""
 
 import ast
 import sys

@@ -59,7 +59,7 @@ def test_client_import_loads_httpx_numpy_and_nothing_of_the_server() -> None:
 
 
 def test_command_runs_next_to_a_users_own_model_and_service(tmp_path: Path) -> None:
-    """tests/e2e/test_readme.py imports `LLM` and `Client` next to such files."""
+    """tests/e2e/test_readme.py tests importing `LLM` and `Client` in a folder with these files."""
     for file in ("model.py", "service.py"):
         (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
     command = [sys.executable, "-m", "logitd", "generate", "def ", "--help"]

@@ -2,8 +2,8 @@
 
 Importing torch and the service takes seconds of processor time, and tests start dozens of commands.
 A fork has these modules and acts as a command in its own process: with arguments, an environment, a
-working directory, a limit of descriptors, standard streams, signals and an exit code. Each process
-of pytest has one fork server, which starts with its first command.
+working directory, a limit on file descriptors, standard streams, signals and an exit code. Each
+process of pytest has one fork server, which starts with its first command.
 
 Do not use it for tests of the start itself (time, imports, interrupts), of resident memory, or of
 differences between interpreters. Such tests need a cold process.

@@ -1,7 +1,7 @@
-"""Shapes for tests: every combination of a forward's options, and a strategy over all of them.
+"""Model shapes for tests: a list of combinations of options, and a hypothesis strategy.
 
 `COMBINATIONS` lists every combination of norms, residuals, heads and rotary positions; `shapes` is
-the hypothesis strategy, which covers the other options as well. Each shape is a set of overrides of
+the strategy, which covers the other options as well. Each shape is a set of overrides of
 `tiny_config`.
 """
 
@@ -24,8 +24,8 @@ SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     },
     "yarn": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
 }  # fmt: skip
-"""Settings for scaled rotary positions, chosen so that `llama3` and `yarn` scale some channels of
-heads with 8 and 16 channels in full, some in part, and some not at all."""
+"""Settings for scaled rotary positions. In heads with 8 or 16 channels and a theta of 500, `llama3`
+and `yarn` scale some channels in full, some in part, and some not at all."""
 
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "pre": {"norm_position": "pre", "residual": "sequential"},
@@ -68,14 +68,15 @@ PARTS: dict[str, Mapping[str, Any]] = {
     "backout": {"backout": True},
     "softcap": {"logit_softcap": 5.0},
 }
-"""Each option that nanochat's models add, alone, for the three layers of `tiny_config`."""
+"""Overrides that each set one of the options that nanochat's models add, for the three layers of
+`tiny_config`."""
 
 
 TOGETHER: dict[str, Any] = {
     "embedding_norm": True, "smear": True, "windows": (5, None), "residual_mix": True,
     "backout": True, "logit_softcap": 4.0,
 }  # fmt: skip
-"""All of these options at once, for two layers."""
+"""All options of PARTS at once, for two layers."""
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""LLM compared with the reference and the plain forward.
+"""LLM compared with the reference and with a plain forward pass.
 `tests/service/test_llm_beside_a_server.py` compares its bits with a server's."""
 
 import codecs

@@ -1,4 +1,4 @@
-"""Numbers with their nouns."""
+"""Counts with nouns in the singular or plural."""
 
 import pytest
 

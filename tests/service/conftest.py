@@ -59,21 +59,21 @@ def spelling_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint_path: Path) -> Iterator[Serving]:
-    """A server of the tiny random checkpoint, shared by tests."""
+    """A server running the tiny random checkpoint, shared by tests."""
     with serving(checkpoint_path, slots=4) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def speller(spelling_path: Path) -> Iterator[Serving]:
-    """A server of the spelling checkpoint, shared by tests."""
+    """A server running the spelling checkpoint, shared by tests."""
     with serving(spelling_path, slots=4) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def chatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server of a checkpoint with a chat template, shared by tests."""
+    """A server running a checkpoint with a chat template, shared by tests."""
     path = tmp_path_factory.mktemp("checkpoints") / "chatty"
     save_tiny_checkpoint(
         path,

@@ -1,5 +1,5 @@
-"""A real server of models that run their owners' code: it returns the same numbers as the models'
-classes."""
+"""A real server running models that need their owners' code: it returns the same numbers as the
+models' classes."""
 
 import io
 import time

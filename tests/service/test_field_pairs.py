@@ -1,10 +1,10 @@
-"""Fields of requests, alone and in pairs: each has the same effect next to every other field.
+"""Fields of requests, alone and in pairs: each has the same effect together with any other field.
 
 The fields and most of their values are derived from the schemas of the bodies, so a new field is
 covered without a change here; VALUES has the values that a schema does not state. For every body:
 
-company   the reply, or the refusal, is the same alone and next to others, to the last bit
-stream    its pieces, computed next to others, add up to the reply
+company   the reply or refusal is the same, to the last bit, alone and alongside other requests
+stream    the chunks of a stream, computed alongside other requests, add up to the reply
 score     /score returns the logprobs of the generated tokens
 """
 

@@ -24,7 +24,7 @@ from tests.service.serving import serving
 
 TEXT = story(20)[:300]
 TRAINERS_ROUNDING = 1e-5
-"""Largest relative difference between the trainer's evaluation and the other ways. The trainer's
+"""Largest relative difference between the trainer's loss and the other three. The trainer's
 forward pass sums in a different order: it computes attention in one fused operation, and all
 windows in one matrix product."""
 SHAPES = {

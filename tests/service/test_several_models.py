@@ -80,7 +80,7 @@ def settled(checkpoints: dict[str, Path], **settings: Any) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def server(paths: dict[str, Path]) -> Iterator[Serving]:
-    """A server of `one` and `two`."""
+    """A server running the models `one` and `two`."""
     both = {"one": paths["small"], "two": paths["large"]}
     with serving(both, slots=4, admin_key=ADMIN) as running:
         yield running
@@ -88,7 +88,7 @@ def server(paths: dict[str, Path]) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def alone(paths: dict[str, Path]) -> Iterator[Serving]:
-    """A server of `two` only."""
+    """A server running only the model `two`."""
     with serving({"two": paths["large"]}, slots=4) as running:
         yield running
 
@@ -206,7 +206,8 @@ LOAD: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def under_load(server: Serving, model: str) -> Iterator[list[str]]:
-    """Clients that keep a model busy; yields the models that answered."""
+    """Keep a model busy with three clients. Yields a list to which the name of the answering model
+    is appended for each reply."""
     answers: list[str] = []
 
     def ask(number: int) -> None:
@@ -240,8 +241,8 @@ def bits(server: Serving, model: str) -> list[bytes]:
 def test_bits_are_those_of_a_model_alone(
     paths: dict[str, Path], kernels: str, bundled: bool, threads: int
 ) -> None:
-    """While one model answers, the other one runs steps between its steps. The native decoder
-    covers the bundled model, but not the other one, whose heads are narrow."""
+    """While the first model answers, steps of the second run between its steps. The native decoder
+    covers the bundled model, but not the second model, whose heads are narrow."""
     settings: dict[str, Any] = {"slots": 4, "threads": threads, "dtype": "float32"}
     one = BUNDLED_CHECKPOINT if bundled else paths["small"]
     with serving({"one": one}, kernels=kernels, **settings) as server:

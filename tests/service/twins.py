@@ -1,4 +1,4 @@
-"""Two servers of one checkpoint that must give the same replies."""
+"""Two servers running the same checkpoint, whose replies must be the same."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""The service's forward, computed by the decoder alone: no engine, a cache of one slot.
+"""The service's forward pass, computed by the decoder alone: no engine, a cache of one slot.
 
-The oracle of served logits, hidden states and attention weights. On a CPU, the service and this
-oracle have the same bits if their dtype, number of threads and kernels are the same. `GPT.forward`
-defines the values; this is how the service computes them.
+Tests use it as the oracle for served logits, hidden states and attention weights. On a CPU, the
+service and this oracle compute the same bits if their dtype, number of threads and kernels are the
+same. `GPT.forward` defines the values; this module computes them with the service's kernels.
 """
 
 import torch

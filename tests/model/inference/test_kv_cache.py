@@ -1,4 +1,4 @@
-"""KV cache: all ways to fill it give the logits of the plain forward."""
+"""KV cache: every way of filling it results in the logits of a plain forward pass."""
 
 import math
 from itertools import pairwise
@@ -232,9 +232,8 @@ def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
 
 
 def test_pieces_at_once_match_the_forward(gpt: GPT) -> None:
-    """The pieces are the first piece of a prompt, later pieces, and a piece that follows a copied
-    prefix. The cells beyond a piece hold older numbers, which are not finite and must not be
-    read."""
+    """Covers the first chunk of a prompt, later chunks, and a chunk that follows a copied prefix.
+    The cells after a chunk hold older numbers, which are not finite and must not be read."""
     length = min(100, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     expected = gpt(ids[None]).logits[0]

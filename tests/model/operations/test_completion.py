@@ -1,4 +1,4 @@
-"""Completions: from the engine's events to growing text."""
+"""Completions: the engine's events are turned into growing text."""
 
 from typing import Any
 

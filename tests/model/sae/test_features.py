@@ -1,4 +1,4 @@
-"""Features as stages of the engine: they are read and changed, alone and next to other requests,
+"""Features as stages of the engine: they are read and changed, alone and alongside other requests,
 and compared with `tests/model/plain_stages.py`."""
 
 import random

@@ -1,4 +1,4 @@
-"""Added tokens: texts are split as by the `tokenizers` library, for every flag."""
+"""Added tokens: for every flag, texts are split as the `tokenizers` library splits them."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -218,7 +218,7 @@ LOOKING = {
 
 
 def source_of(form: str) -> str:
-    """A template that writes the expression of a form for each message, then "<a>"."""
+    """A template that evaluates the expression named `form` for each message, then writes "<a>"."""
     forms = TEMPLATES | LOOKING | LOST
     return "{% for m in messages %}{% set text = m.content %}" + forms[form] + "{% endfor %}<a>"
 
@@ -243,8 +243,8 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
 def test_special_tokens_come_from_the_template_alone(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
-    """The messages result in the same special tokens as harmless messages of the same length. The
-    harmless messages have the same white space, because templates trim it."""
+    """Rendering any messages yields the same special tokens as rendering harmless messages of the
+    same length. The harmless messages have the same white space, because templates trim it."""
     harmless = ["".join(c if c.isspace() else "\u4e00" for c in content) for content in contents]
     source = source_of(form)
     pieces = render(source, *contents, special_tokens=special_tokens)

@@ -1,5 +1,5 @@
-"""Tokenizer: ids are bytes and text is a view of them. No byte is lost, and no partial character is
-shown."""
+"""Tokenizer: ids stand for bytes, and text is decoded from the bytes. No byte is lost, and no
+partial character is shown."""
 
 import base64
 import contextlib

@@ -220,8 +220,8 @@ def test_history_keeps_the_weights_of_its_steps(configure: Configure, tmp_path: 
 
 
 def test_run_stopped_at_a_report_reports_as_one_run(configure: Configure, tmp_path: Path) -> None:
-    """If Ctrl-C came in step 4, just before a report was due, the report was once left out, and the
-    smoothed loss was different from there on."""
+    """A run that was stopped by Ctrl-C in step 4, just before a report was due, once left out that
+    report, and its smoothed loss differed from then on."""
     shared = {"steps": 8, "log_every": 2, "eval_every": 5, "sample_every": 1000}
     train(configure(out=tmp_path / "straight", **shared))
     reported = [each for each in _losses(tmp_path / "straight") if each[0] == "train"]

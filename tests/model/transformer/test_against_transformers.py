@@ -111,8 +111,8 @@ def opt(**overrides: Any) -> Case:
 
 
 def imported(theirs: Any) -> Case:
-    """Our model, imported from their model, and their model with random weights. The padding rows
-    of our model hold large numbers."""
+    """Give their model random weights and import it as ours. Returns our model, then theirs. The
+    padding rows of our model hold large numbers."""
     prepare(theirs)
     state = theirs.state_dict()
     reader = StateDictReader("theirs", state)

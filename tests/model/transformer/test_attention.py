@@ -29,7 +29,7 @@ def test_attention_takes_fewer_queries_as_the_last_positions() -> None:
 
 
 def test_dropout_acts_on_the_attention_weights() -> None:
-    """Unit vectors for values make the output equal to the weights."""
+    """With unit vectors as values, the output equals the attention weights."""
     q, k, _ = heads(4, 4)
     v = torch.eye(7).expand(2, 4, 7, 7)
     probs = attention_probs(attention_scores(q, k))

@@ -1,4 +1,4 @@
-"""Trace: every stage of a forward in order, with its shape, mean and standard deviation."""
+"""Trace: every stage of a forward pass in order, with its shape, mean and standard deviation."""
 
 import pytest
 

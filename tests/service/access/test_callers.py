@@ -1,5 +1,5 @@
-"""Callers: requests with the same key, or without a key from the same network, have the same
-caller."""
+"""Callers: requests count as one caller if they have the same key, or if they have no key and come
+from the same network."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Text of models and files on a terminal, and command lines to be pasted."""
+"""Printing text from models and files on a terminal, and command lines to be pasted."""
 
 import ast
 import io

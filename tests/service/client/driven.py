@@ -8,7 +8,8 @@ from logitd import AsyncClient, AsyncStream, Client
 
 
 def driven(runner: asyncio.Runner, client: AsyncClient) -> Client:
-    """An AsyncClient with the methods of a Client; each runs the loop until it has its result."""
+    """An AsyncClient with the methods of a Client. Each method runs the event loop until its result
+    is available."""
     return cast(Client, _Driven(runner, client))
 
 

@@ -1,5 +1,5 @@
-"""Calls: the body of a request is as expected, and any answer is either read or raises the client's
-own error."""
+"""Calls: requests have the expected bodies, and a reply of any content is either parsed or raises
+one of the client's own errors."""
 
 import json
 from contextlib import suppress
@@ -89,7 +89,7 @@ def test_values_outside_json_are_refused(value: Any, error: type[Exception]) -> 
 
 @given(st.text() | st.lists(st.text()))
 def test_texts_arrive_unchanged(prompt: Any) -> None:
-    """Texts with lone surrogates are not tried, because the service refuses them."""
+    """Texts with lone surrogates are not tested, because the service refuses them."""
     body = endpoints.generate(prompt).request.body or b""
     assert GenerateRequest.model_validate_json(body).prompt == prompt
 

@@ -1,4 +1,4 @@
-"""The client's fields, results and methods follow from the operations."""
+"""The client's generated fields, results and methods match the operations."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Refusals of a real server, and their exceptions."""
+"""Requests that a real server refuses, and the exceptions that the clients raise."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -34,7 +34,7 @@ GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """Restore this process's limit of descriptors after the test."""
+    """Restore this process's limit on file descriptors after the test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -70,7 +70,7 @@ def test_more_connections_than_descriptors_allow_are_refused(
 
 @pytest.fixture
 def narrow(spelling_path: Path) -> Iterator[Serving]:
-    """A server for four connections."""
+    """A server with a limit of four connections."""
     with serving(spelling_path, slots=8, max_connections=4) as running:
         yield running
 

@@ -1,5 +1,5 @@
-"""POST /attributions: the values equal the model's, even next to other requests, and a request can
-end at any moment.
+"""POST /attributions: the values equal the model's, even alongside other requests, and a request
+can end at any moment.
 """
 
 import re

@@ -29,7 +29,7 @@ def small(checkpoint_path: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module", autouse=True)
 def it_goes_on(server: Serving) -> Iterator[None]:
-    """After all refusals the service answers as before."""
+    """Check that the server still generates after all tests of this module."""
     yield
     assert server.generate("a", max_tokens=1, seed=1)["choices"][0]["token_ids"]
 

@@ -1,5 +1,5 @@
-"""POST /generate with a constraint: texts match it, also in streams and next to other requests, and
-every refusal has its message."""
+"""POST /generate with a constraint: texts match it, also in streams and alongside other requests,
+and every refusal has its message."""
 
 import json
 import re

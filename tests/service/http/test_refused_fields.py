@@ -382,7 +382,7 @@ def llm(checkpoint_path: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module", autouse=True)
 def it_goes_on(server: Serving) -> Iterator[None]:
-    """After all refusals the service answers as before."""
+    """Check that the server still generates after all tests of this module."""
     yield
     assert server.generate("a", max_tokens=1, seed=1)["choices"][0]["token_ids"]
 

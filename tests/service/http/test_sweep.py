@@ -184,8 +184,8 @@ def test_disconnected_reader_ends_its_sweep(server: Serving) -> None:
 
 @pytest.mark.parametrize("stream", [{}, {"stream": True}])
 def test_sweep_refuses_too_expensive_cells(checkpoint_path: Path, stream: dict[str, bool]) -> None:
-    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each. Interventions halve the
-    speed, so their tokens count at least double."""
+    """The sweep has 1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each. Its tokens
+    count at least double, because interventions halve the speed."""
     prompt = list(range(100))
     axes = {"vary": {**ABLATE, "positions": "all"}, "over": ["layers", "heads", "positions"]}
     with serving(checkpoint_path, max_request_tokens=200_000) as small:

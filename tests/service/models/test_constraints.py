@@ -142,7 +142,8 @@ async def test_least_recently_used_constraint_is_dropped(monkeypatch: pytest.Mon
 async def test_slow_constraint_is_prepared_for_each_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So the threads that generate do not have to compile it."""
+    """Slow constraints are compiled in advance, so that the threads that generate do not have to
+    compile them."""
     monkeypatch.setattr(compiler_module, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(module, "MAX_PREPARED", 5)
     async with bench() as b:

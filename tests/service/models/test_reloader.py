@@ -61,7 +61,7 @@ def started(run: Path) -> Iterator[Serving]:
 
 @pytest.fixture
 def server(started: Serving, run: Path) -> Serving:
-    """A server of the best checkpoint, the first."""
+    """A server running the best checkpoint, which is the first."""
     point(run, "best", 1)
     for name in ("step-2", "step-1"):
         assert reload(started, name).status_code == 200

@@ -176,7 +176,7 @@ ELSEWHERE = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
     "MKL_CBWR": "COMPATIBLE",
 }
-"""Environment variables that make torch compute as on a less capable processor."""
+"""Environment variables that restrict torch to the instructions of a less capable processor."""
 SHOW = """
 import sys
 from logitd.model.llm import LLM, SamplingParams
@@ -192,7 +192,7 @@ with LLM(sys.argv[1], dtype="bfloat16", threads=1, **how) as llm:
 @pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_target_has_the_same_bits_on_processors_where_torch_differs() -> None:
-    """The environment makes torch compute as on another processor."""
+    """The variables in ELSEWHERE restrict torch's instructions, which changes torch's bits."""
     if "x86-64-v3" not in [target.name for target in HERE]:
         pytest.skip("this processor does not run x86-64-v3")
 

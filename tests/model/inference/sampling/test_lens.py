@@ -1,5 +1,5 @@
-"""The lens of rows of logits, compared with the definitions in `distribution.py` and with an oracle
-in NumPy's float64."""
+"""The numbers that a lens computes from rows of logits, compared with the definitions in
+`distribution.py` and with an oracle in NumPy's float64."""
 
 from typing import Any
 

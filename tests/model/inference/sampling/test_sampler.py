@@ -274,8 +274,8 @@ extreme = st.floats(-1e30, 1e30)
 def test_sampling_the_outermost_numbers_gives_an_allowed_id(
     logits: list[float], data: st.DataObject
 ) -> None:
-    """Accepted parameters cannot overflow: no row results in NaN or an id outside the
-    vocabulary."""
+    """With the most extreme accepted parameters, sampling never overflows to NaN and never draws an
+    id outside the vocabulary."""
     sampling = SamplingParams(
         max_tokens=8,
         seed=data.draw(st.integers(0, 2**64 - 1)),

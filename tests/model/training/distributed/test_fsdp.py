@@ -106,8 +106,8 @@ def test_whole_model_is_unchanged() -> None:
 
 
 def _gpt(optimizer: str) -> GPT:
-    """A GPT with fused maps, value embeddings, a head bias, the parts of nanochat, and a vocabulary
-    size that is not divisible by three."""
+    """A GPT with fused maps, value embeddings, a head bias, the options that nanochat's models add,
+    and a vocabulary size that is not divisible by three."""
     config = PRESETS["tiny"].config(
         vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
         tied_head=optimizer == "adamw", activation="swiglu", head_bias=True, residual="parallel",

@@ -1,4 +1,4 @@
-"""The forward of training, compared with the model's own."""
+"""The trainer's forward pass, compared with the model's own."""
 
 from dataclasses import replace
 from typing import Any

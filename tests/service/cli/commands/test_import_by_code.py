@@ -1,4 +1,5 @@
-"""`logitd import --code` and `logitd serve --code`: when the code is kept, and the messages."""
+"""`logitd import --code` and `logitd serve --code`: when they keep the owner's code in the
+checkpoint, and their messages."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""`logitd inspect`: facts of a checkpoint, and the stages of a forward pass with their shapes."""
+"""`logitd inspect`: facts about a checkpoint, and the stages of a forward pass with their
+shapes."""
 
 from pathlib import Path
 

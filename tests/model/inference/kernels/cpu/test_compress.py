@@ -135,8 +135,8 @@ def test_products_have_the_bits_of_weights_as_they_are(
 def test_products_of_long_rows_are_summed_part_by_part(
     library: ctypes.CDLL, count: int, width: int
 ) -> None:
-    """129 and 256 long activation rows exceed the second-level cache, so the sums are computed over
-    one part of the columns after another. Three rows fit."""
+    """With 129 or 256 rows, the activations do not fit into the second-level cache, so the sums are
+    computed over one block of columns at a time. Three rows fit."""
     weights = normal(94, width, 0)
     inputs = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
     matrix = compressed(library, weights)

@@ -1,5 +1,5 @@
-"""The native decoder compared with the plain decoder in every shape. A row has the same bits in any
-batch."""
+"""The native decoder compared with the plain decoder, for models of every shape. A row has the same
+bits in any batch."""
 
 import ctypes
 import math
@@ -98,9 +98,9 @@ def decoded_at(decoder: Decoder, ids: list[int], slot: int, start: int) -> Tenso
 
 @pytest.mark.parametrize("name", [*PAIRED, *PARTS])
 def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> None:
-    """Prompts of several lengths and steps after them: logits, the residual stream, attention
-    weights, keys and values. Errors are relative to the standard deviation of the expected numbers,
-    because logits are large without a norm before the head."""
+    """Compares logits, the residual stream, attention weights, keys and values, for prompts of
+    several lengths and for the steps after them. Errors are relative to the standard deviation of
+    the expected numbers, because logits are large without a norm before the head."""
     gpt = tiny_gpt(tiny_config(**{**(COMBINATIONS | PARTS)[name], **COMBINED}))
     caches = new_cache(gpt), new_cache(gpt)
     native = NativeDecoder(library, gpt, caches[0], threads=2)
@@ -169,8 +169,8 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """Batches of 1 to 32 rows cover products with a stream of weight rows, products in tiles, and
-    the rows left over from whole tiles."""
+    """Batches of 1 to 32 rows cover products that stream the rows of the weights, products in
+    tiles, and the rows that do not fill a whole tile."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -237,8 +237,8 @@ def test_consecutive_rows_have_the_bits_of_single_calls(
 @pytest.mark.parametrize("times", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL, times: int) -> None:
     """The model has one key head, and there are more threads than cores. If threads divided the
-    rows of a slot, a thread could read a key before another thread has written it, and get the key
-    of the previous text."""
+    rows of a slot, a thread could read a key that another thread has not written yet, and use the
+    previous text's key instead."""
     gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=5)
     texts = random_ids(2, 8).tolist()
@@ -602,8 +602,8 @@ def test_quantized_decoder_computes_with_its_rounded_weights(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"], least: float, most_extra: float
 ) -> None:
     """The decoder is compared with a model that has the dequantized weights, so the difference
-    comes from rounding activations. (The exact model once had the rounded weights too, so the cost
-    of rounding the matrices of the blocks was not tested.)"""
+    comes from rounding activations. (The expected logits of the original model were once computed
+    with rounded weights too, so the error from rounding the blocks' matrices was not tested.)"""
     gpt, ids = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256)), random_ids(2, 20)
     exact, twin = gpt(ids).logits, tiny_gpt(gpt.config)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
@@ -626,7 +626,7 @@ def test_quantized_decoder_computes_with_its_rounded_weights(
 def test_quantized_weights_are_one_stream(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"]
 ) -> None:
-    """When each matrix had its own block of memory, most matrices were not on large pages."""
+    """Each matrix once had its own block of memory, so most matrices were not on large pages."""
     gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
     kept = [

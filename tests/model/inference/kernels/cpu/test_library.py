@@ -1,5 +1,5 @@
-"""The kernels are built once per source content and target; if they are not built, a reason is
-given."""
+"""The kernels are built once for each target and each version of their sources. If they cannot be
+built, the error states the reason."""
 
 import os
 import platform
@@ -223,7 +223,7 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
     "x86-64-v4-bf16": ({"%zmm0", "vpdpbusd", "vdpbf16ps"}, {"tileloadd"}),
     "x86-64-v4-amx": ({"%zmm0", "tdpbf16ps", "tdpbsud", "vpdpbusd", "vdpbf16ps"}, set()),
 }
-"""For each target, words that its machine code contains, and words that it must not contain."""
+"""For each target, strings that its disassembly contains, and strings that it must not contain."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Products of the native kernels against sums in float64: any number of rows, odd sizes, weights
-at any address; and a row has the same bits alone and among others."""
+"""Products of the native kernels compared with sums in float64, for any number of rows, odd sizes,
+and weights at any address. A row has the same bits alone and in a batch."""
 
 import ctypes
 from typing import Any, Literal, cast, get_args

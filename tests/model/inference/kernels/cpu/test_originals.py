@@ -1,5 +1,5 @@
-"""Matrices that a decoder holds in another form are removed from memory and later restored with
-every bit. Nothing computes with them in between."""
+"""Matrices that a decoder holds in another form are removed from memory, and later restored bit for
+bit. Nothing computes with them in between."""
 
 import copy
 import ctypes
@@ -28,7 +28,7 @@ IDS = torch.tensor([[5, 9, 2, 14, 3, 3, 8], [1, 1, 4, 0, 7, 12, 6]])
 
 
 def bfloat16_gpt(seed: int = 0) -> GPT:
-    """Model with matrices of several pages, and an untied head."""
+    """A model with an untied head, whose matrices each take several pages of memory."""
     torch.manual_seed(seed)
     config = native_config("llama", d_model=128, d_ff=256, vocab_size=64, tied_head=False)
     return tiny_gpt(config).bfloat16()

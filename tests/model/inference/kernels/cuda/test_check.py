@@ -45,7 +45,8 @@ class Stale(DirectStream):
 
 
 def spoiled(name: str, spoil: Callable[..., Any]) -> Callable[..., GraphDecoder]:
-    """Make decoders with one wrong method: `spoil` receives the right method and its arguments."""
+    """A function that makes decoders in which `spoil` replaces the method `name`. `spoil` receives
+    the original method and its arguments."""
 
     def make(*given: Any, **options: Any) -> GraphDecoder:
         decoder = graph_decoder(*given, **options)

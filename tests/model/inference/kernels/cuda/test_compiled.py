@@ -34,7 +34,7 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 def test_kernels_fit_into_shared_memory(
     family: str, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a kernel that took 264 KiB for a float32 matrix with 1,024 columns."""
+    """A kernel once needed 264 KiB of shared memory for a float32 matrix with 1,024 columns."""
     compiled = set[str]()
     for kernel, given, sizes in launches(family, dtype, monkeypatch, linked=capability >= 90):
         source, options = source_of(kernel, given, sizes)
@@ -70,7 +70,7 @@ def launches(
 def source_of(
     kernel: Any, given: tuple[Any, ...], sizes: dict[str, Any]
 ) -> tuple[ASTSource, dict[str, Any]]:
-    """A launch as input of Triton's compiler, as if all tensors were aligned."""
+    """A launch as input to Triton's compiler, as if all tensors were aligned."""
     options: dict[str, Any] = {
         name: sizes.pop(name) for name in ("num_warps", "num_stages") if name in sizes
     }

@@ -56,8 +56,8 @@ def watching(machine: Machine) -> ContentionMonitor:
 def threads_of(
     monitor: ContentionMonitor, machine: Machine, lost: float, contended: bool = False
 ) -> int:
-    """Number of threads after a 50 ms operation whose thread spent the share `lost` of that time
-    off its core."""
+    """Number of threads used during a 50 ms operation in which the calling thread is off its core
+    for the share `lost` of the time."""
     with monitor.watched(32, contended):
         machine.spend(0.05, lost)
         return torch.get_num_threads()
@@ -139,7 +139,8 @@ def threads_of_this_process() -> set[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core, for Linux only")
 def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL) -> None:
     """A thread that shares its core with two other processes loses the core in the middle of its
-    work. All steps before, during and after have the bits of a single thread."""
+    work. Every step has the same bits as with a single thread, whether or not the decoder has
+    noticed the contention."""
     gpt = tiny_gpt(tiny_config(head_dim=16, d_model=512, d_ff=4096, n_layer=4))
 
     def decoder(threads: int) -> NativeDecoder:
@@ -167,9 +168,9 @@ def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL
 
 
 def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
-    """The time in milliseconds at which the native pool stops computing with a single thread after
-    these waits; 0 if it never computes with a single thread. Each wait is a pair (start, length) in
-    milliseconds."""
+    """The time until which the native pool uses a single thread, after it has waited for its other
+    threads as `waits` lists; 0 if it always uses all threads. Each wait is a pair (start, length).
+    All times are in milliseconds."""
     library.logitd_contention_alone_until.restype = ctypes.c_int64
     since = [round(1000 * start) for start, _ in waits]
     until = [round(1000 * (start + length)) for start, length in waits]
