@@ -134,8 +134,8 @@ def start(name: str, dtype: str, plan: Plan, folder: Path) -> PeerProcess:
 
 class Comparison:
     """Checks and measures the peers of one dtype. A peer that fails is reported and left out. The
-    comparison ends if logitd fails, because there is nothing to compare with, or if the logprobs of
-    any peer are wrong."""
+    comparison ends if the logprobs of any peer are wrong. It also ends if logitd fails, because
+    then there is nothing to compare with."""
 
     def __init__(self, plan: Plan, dtype: str, folder: Path) -> None:
         self._plan = plan

@@ -99,7 +99,7 @@ class QueueFullError(APIStatusError):
 
 
 class ServerError(APIStatusError):
-    """500: a fault in the server; its log has the request under `request_id`."""
+    """500: a fault in the server, which logs it under `request_id`."""
 
 
 class UnavailableError(APIStatusError):
