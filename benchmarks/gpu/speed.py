@@ -53,7 +53,7 @@ GRACE_SECONDS = 20.0
 
 
 def machine(setting: Setting) -> Iterator[Finding]:
-    """The best rates of the device at reading memory and multiplying matrices."""
+    """The highest rates at which the device reads memory and multiplies matrices."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     found = measure_machine(placement, **sizes)

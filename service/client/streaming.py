@@ -195,7 +195,7 @@ class AsyncStream:
     closes the stream at its end. Closing early ends the request on the server.
 
     If the server sends an error, the iteration raises it after the chunks that came before it. If
-    the stream ends early, the iteration raises StreamError. `text` keeps the text so far.
+    the stream ends early, the iteration raises StreamError. `text` is the text received so far.
     """
 
     def __init__(self, wire: Wire, exchange: Exchange) -> None:

@@ -32,7 +32,7 @@ from logitd.service.client.errors import (
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 
 CONNECT_SECONDS = 10.0
-"""Time limit for making a connection, even if `timeout` is longer."""
+"""Time limit in seconds for establishing a connection, even if `timeout` is longer."""
 MAX_WAIT_SECONDS = 60.0
 """Longest wait in seconds that a client accepts from a Retry-After header. If the header asks for
 more, the call fails."""
