@@ -57,7 +57,8 @@ random weights so much that only gross errors show; the code that int4 shares wi
 more strictly in int8."""
 DTYPES = tuple(LIMITS["gpt2"])
 SHARPER = {"learned": 3.0, "rotary": 1.5}
-"""Factor by which the weights of queries, keys and values are larger than in a new model."""
+"""Factor by which the weights of queries, keys and values are larger than in a new model, for each
+kind of positions."""
 CALMER = 0.2
 """Factor that scales down the outputs of a Llama's blocks. Without SHARPER and CALMER, 24 layers of
 random weights amplify any rounding until the logprobs differ completely (by 0.5 in bfloat16). With

@@ -251,8 +251,8 @@ class AsyncStream:
 
     @property
     def seed(self) -> int | None:
-        """The seed, known at the end of the stream. Raises LogitdError before then. None if each
-        prompt has its own seed; the choices then contain the seeds."""
+        """The seed, known at the end of the stream. It is None if each prompt has its own seed; the
+        choices then contain the seeds. Raises LogitdError before the end."""
         return self._state.tail.seed
 
     @property
@@ -333,8 +333,8 @@ class Stream:
 
     @property
     def seed(self) -> int | None:
-        """The seed, known at the end of the stream. Raises LogitdError before then. None if each
-        prompt has its own seed; the choices then contain the seeds."""
+        """The seed, known at the end of the stream. It is None if each prompt has its own seed; the
+        choices then contain the seeds. Raises LogitdError before the end."""
         return self._stream.seed
 
     @property
