@@ -2,12 +2,12 @@
 
     python -m benchmarks.busy_neighbor [--shape 124m|30m|CHECKPOINT] [--threads N]
 
-Measures three mean times in bfloat16: of a step of 1 sequence, of a step of 8 sequences, and of a
-prompt computed alone. Each is measured first without and then with a neighbor, which is a process
-that never sleeps. Each measurement takes SECONDS, after a warm-up of the same length. The neighbor
-takes half of one core out of N. A step that loses only this share takes N / (N - 1/2) times as
-long; if every operation waits for all threads, or runs only on the free cores, it takes N / (N - 1)
-times as long. The last line is JSON.
+Measures three mean times in bfloat16: the time of a step of 1 sequence, of a step of 8 sequences,
+and of a prompt computed alone. Each is measured first without and then with a neighbor, which is a
+process that never sleeps. Each measurement takes SECONDS, after a warm-up of the same length. The
+neighbor takes half of one core out of N. A step that loses only this share takes N / (N - 1/2)
+times as long; if every operation waits for all threads, or runs only on the free cores, it takes
+N / (N - 1) times as long. The last line is JSON.
 """
 
 import json

@@ -136,7 +136,7 @@ class Observed:
     failures: list[str] = field(default_factory=list)
 
     def add(self, records: Sequence[StreamRecord], begin: float, end: float) -> None:
-        """Add the observations from `begin` to `end`."""
+        """Add the observations made between the times `begin` and `end`, and all failures."""
         self.seconds += end - begin
         for record in records:
             if record.failure is not None:

@@ -3,10 +3,10 @@
     python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N] [--starts N]
                                    [--dtype DTYPE] [--quantize KIND] [--ready-only]
 
-The time until ready is measured from the start of the process until the server says that it is
-ready; kernels are built beforehand. The median of several starts, one after the other, is printed.
-Memory is the resident memory after the server has generated texts, has returned rows of logits and
-has filled the whole context of every slot, minus the bytes of its weights and its KV cache. What
+The time is measured from the start of the process until the server reports that it is ready;
+kernels are built beforehand. The median of several starts, one after the other, is printed. Memory
+is the resident memory after the server has generated texts, has returned rows of logits and has
+filled the whole context of every slot, minus the bytes of its weights and its KV cache. What
 remains is Python, torch, the vocabulary and the service. The bytes of weights are computed from
 their dtype, so the difference may be negative if they are quantized or compressed. The peak is the
 largest resident memory at any time, loading included. Memory and peak are measured in the last

@@ -21,7 +21,7 @@ Server = tuple[str, Sequence[int]]
 """The URL of a server and the ids of its processes."""
 PROMPT_TOKENS = 32
 SHORT = 1
-"""Number of tokens in a short request. Its time is mainly that of the network and of a prefill."""
+"""Number of tokens that a short request generates. Network and prefill take most of its time."""
 
 
 @dataclass(frozen=True, slots=True)

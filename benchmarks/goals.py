@@ -1,5 +1,5 @@
-"""Measures speed and size with the main benchmarks, and prints for each target whether it is
-reached. benchmarks/README.md lists all benchmarks.
+"""Measures speed and size with the main benchmarks, and prints for each target whether it is met.
+benchmarks/README.md lists all benchmarks.
 
     python -m benchmarks.goals [--threads N] [--peer-python [NAME=]PYTHON ...]
                                [--peer SERVER ...] [--folder runs/goals]

@@ -101,7 +101,7 @@ def ask(url: str, accept: str) -> tuple[float, float]:
 
 
 def measure(url: str, pid: int, accept: str) -> dict[str, Any]:
-    """Read one reply while a stream of tokens is read too."""
+    """Read one large reply while also reading a stream of tokens, and return the figures."""
     tokens = TokenWatch(url)
     while len(tokens.times) < 20:
         time.sleep(0.05)

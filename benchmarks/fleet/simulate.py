@@ -95,7 +95,7 @@ class Outcome:
     busy: float
 
     def quantile(self, share: float) -> float:
-        """Quantile `share` of the time to the first token, in seconds."""
+        """The `share` quantile of the time to the first token, in seconds."""
         return self.first_tokens[
             min(len(self.first_tokens) - 1, int(share * len(self.first_tokens)))
         ]

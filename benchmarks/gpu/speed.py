@@ -53,7 +53,7 @@ GRACE_SECONDS = 20.0
 
 
 def machine(setting: Setting) -> Iterator[Finding]:
-    """The best rates of the device at reading memory and multiplying matrices."""
+    """The highest rates at which the device reads memory and multiplies matrices."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     found = measure_machine(placement, **sizes)
@@ -62,8 +62,9 @@ def machine(setting: Setting) -> Iterator[Finding]:
 
 
 def steps(setting: Setting) -> Iterator[Finding]:
-    """Measure a decode step with greedy sampling, on the device alone and driven by the engine.
-    `limit` is the rate at which the step reads memory, divided by the device's best rate."""
+    """Measure the time of a decode step with greedy sampling on the device, and the rate of an
+    engine that runs such steps. `limit` is the rate at which the step reads memory, divided by the
+    device's best rate."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     memory_rate = measure_machine(placement, **sizes).read_bandwidth

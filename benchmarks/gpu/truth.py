@@ -97,10 +97,10 @@ def recorded(setting: Setting) -> Iterator[Finding]:
 
 
 def overlap(setting: Setting) -> Iterator[Finding]:
-    """Check that steps launched ahead return the same results as steps that wait. A step launched
-    ahead still has the rows of sequences that have ended; without batch invariance, these rows may
-    change the results of the others. So the check aborts requests, and launches several steps at
-    once, only with batch invariance."""
+    """Check that steps launched before the previous step has ended return the same results as steps
+    launched after it. A step launched ahead still has the rows of sequences that have ended;
+    without batch invariance, these rows may change the results of the others. So the check aborts
+    requests, and launches several steps at once, only with batch invariance."""
     asked = requests(setting, SAMPLED)
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]
@@ -115,8 +115,8 @@ def overlap(setting: Setting) -> Iterator[Finding]:
 
 
 def invariance(setting: Setting) -> Iterator[Finding]:
-    """Check that with batch invariance a request has the same bits alone and in a batch; without
-    it, count how often that holds."""
+    """Check that with batch invariance the results of a request have the same bits alone and in a
+    batch; without it, count how often they do."""
     asked = requests(setting, [{**kind, "logprobs": 2} for kind in SAMPLED])
     some = slice(None, None, max(1, len(asked) // 8))
     for dtype, invariant in ((DTYPES[0], True), (DTYPES[1], True), (DTYPES[1], False)):
@@ -196,8 +196,8 @@ def play(
     staggered: bool = False,
     aborts: bool = False,
 ) -> list[list[Any]]:
-    """Tokens and logprobs of each request. Requests start at once, or some steps apart if
-    `staggered`. With `aborts`, some are aborted."""
+    """Tokens and logprobs of each request. All requests are added before the first step, or a few
+    steps apart if `staggered`. With `aborts`, some are aborted."""
     engine = Engine(gpt, EngineConfig(slots=8, speculate=drafts), make_decoder=make)
     answers: dict[str, list[Any]] = {one.request_id: [] for one in asked}
     rng = random.Random(1)

@@ -57,7 +57,8 @@ random weights so much that only gross errors show; the code that int4 shares wi
 more strictly in int8."""
 DTYPES = tuple(LIMITS["gpt2"])
 SHARPER = {"learned": 3.0, "rotary": 1.5}
-"""Factor by which the weights of queries, keys and values are larger than in a new model."""
+"""Factor by which the weights of queries, keys and values are larger than in a new model, for each
+kind of positions."""
 CALMER = 0.2
 """Factor that scales down the outputs of a Llama's blocks. Without SHARPER and CALMER, 24 layers of
 random weights amplify any rounding until the logprobs differ completely (by 0.5 in bfloat16). With
@@ -134,8 +135,8 @@ def start(name: str, dtype: str, plan: Plan, folder: Path) -> PeerProcess:
 
 class Comparison:
     """Checks and measures the peers of one dtype. A peer that fails is reported and left out. The
-    comparison ends if logitd fails, because there is nothing to compare with, or if the logprobs of
-    any peer are wrong."""
+    comparison ends if the logprobs of any peer are wrong. It also ends if logitd fails, because
+    then there is nothing to compare with."""
 
     def __init__(self, plan: Plan, dtype: str, folder: Path) -> None:
         self._plan = plan

@@ -1,9 +1,9 @@
 """llama.cpp through the C interface of `llama-cpp-python`, with its batches and its sampler.
 
 A context has one sequence per prompt, each with its own cache, and otherwise llama.cpp's defaults:
-keys and values in float16, 512 positions of a prompt per pass, and automatic choice of flash
-attention. Tokens are drawn by its sampler `dist`, one per sequence. "int4" is q4_0 from llama.cpp's
-own quantizer, in which the tied head is q6_K.
+keys and values in float16, 512 positions of a prompt per pass, and flash attention where llama.cpp
+chooses it. Tokens are drawn by its sampler `dist`, one per sequence. "int4" is q4_0 from
+llama.cpp's own quantizer, which stores the tied head as q6_K.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """logitd's engine, running in this process. Whole steps of the engine are measured.
 
 Prefill is the time to compute all prompts and generate one token for each. For decode, the same
-prompts are added again. Their computation, which copies most keys and values from the first time,
-is not measured.
+prompts are added again. Computing them again is not measured; most of their keys and values are
+copied from the prefill.
 """
 
 import time

@@ -80,8 +80,8 @@ class SettingsCommand(click.Command):
             raise click.UsageError(message, ctx) from error
 
     def _quoted(self, ctx: click.Context, args: list[str]) -> str | None:
-        """The command line with all words of the prompt quoted as one argument; None unless the
-        prompt is the command's only positional argument."""
+        """The command line with all words of the prompt quoted as one argument. None if `--` is
+        among `args`, or unless the prompt is the command's only positional argument."""
         arguments = [each.name for each in self.get_params(ctx) if isinstance(each, click.Argument)]
         if arguments != ["prompt"] or "--" in args:
             return None
@@ -97,8 +97,8 @@ class SettingsCommand(click.Command):
         return read_settings(ctx, self.settings)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples in place of the arguments, which `format_options` lists in their
-        groups."""
+        """Write the examples. click would list the arguments here, but `format_options` lists them
+        in their groups."""
         if self._examples:
             with formatter.section("Examples"):
                 formatter.write(textwrap.indent(self._examples, "  ") + "\n")

@@ -27,9 +27,9 @@ def check_variables(
 ) -> None:
     """Raise UsageError for LOGITD_* variables that belong to no command, and for RUN_CODE variables
     in .env. If a misspelled LOGITD_API_KEYS were ignored, the server would require no key. The
-    message suggests a similar variable, preferably of this command. Variables of other commands are
-    accepted, because several commands may share a .env. `every` yields the settings of all
-    commands; it is iterated only if needed."""
+    message suggests a similar variable, preferably one of this command's. Variables of other
+    commands are accepted, because several commands may share a .env. `every` yields the settings of
+    all commands; it is iterated only if needed."""
     own = _variables(settings)
     known: set[str] | None = None
     problems = []

@@ -103,7 +103,7 @@ class Call(Generic[Results]):
 
 
 def record(path: str, form: type[Result], fields: Mapping[str, object]) -> Call[Result]:
-    """A call of an operation that replies with a JSON object."""
+    """A call to an operation that replies with a JSON object."""
     return Call(post(path, fields), lambda answer: answer.read(form))
 
 

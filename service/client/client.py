@@ -101,7 +101,7 @@ class Client:
             self._wire.http.close()
 
     def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> Stream:
-        """Continue one prompt or several, piece by piece. The request is sent when the stream is
+        """Stream the continuation of one prompt or several. The request is sent when the stream is
         entered (`with`), or when the first chunk is read."""
         exchange = Exchange(self._settings, endpoints.stream(prompt, **fields))
         return Stream(AsyncStream(self._wire, exchange))
@@ -188,7 +188,7 @@ class AsyncClient:
             await self._wire.http.aclose()
 
     def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> AsyncStream:
-        """Continue one prompt or several, piece by piece. The request is sent when the stream is
+        """Stream the continuation of one prompt or several. The request is sent when the stream is
         entered (`async with`), or when the first chunk is read."""
         exchange = Exchange(self._settings, endpoints.stream(prompt, **fields))
         return AsyncStream(self._wire, exchange)

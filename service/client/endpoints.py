@@ -48,7 +48,7 @@ def generate(prompt: Prompt, **fields: Unpack[GenerateFields]) -> Call[Generatio
 
 
 def stream(prompt: Prompt, **fields: Unpack[GenerateFields]) -> Request:
-    """Continue one prompt or several, piece by piece."""
+    """Stream the continuation of one prompt or several."""
     return post("/generate", {"prompt": prompt, **fields}, EVENTS, stream=True)
 
 
@@ -87,7 +87,7 @@ def activations(
 def activations(
     prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
 ) -> Call[Any]:
-    """Values of the stages of the forward pass that have these names or match these patterns
+    """Values of stages of the forward pass. `stages` contains names or patterns
     (`blocks.*.attention.q`). For a list of prompts, this is a list of results."""
     names = [stages] if isinstance(stages, str) else stages
     return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)

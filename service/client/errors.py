@@ -20,7 +20,8 @@ MAX_QUOTED = 200
 
 
 class LogitdError(Exception):
-    """A failed call. `request_id` identifies the request in the server's log, if one was sent."""
+    """A failed call. `request_id` identifies the request in the server's log; it is None if no
+    request was sent."""
 
     def __init__(self, message: str, request_id: str | None = None) -> None:
         super().__init__(message, request_id)
@@ -67,7 +68,7 @@ class APIStatusError(LogitdError):
 
 
 class BadRequestError(APIStatusError):
-    """400: a field is invalid, or the context is too short."""
+    """400: a field is invalid, or the model's context is too short for the request."""
 
 
 class AuthenticationError(APIStatusError):
@@ -99,7 +100,7 @@ class QueueFullError(APIStatusError):
 
 
 class ServerError(APIStatusError):
-    """500: a fault in the server; its log has the request under `request_id`."""
+    """500: a fault in the server, which logs it under `request_id`."""
 
 
 class UnavailableError(APIStatusError):
@@ -116,11 +117,11 @@ class APIConnectionError(LogitdError):
 
 class APITimeoutError(APIConnectionError):
     """The server was silent for longer than the client's `timeout`, or a connection could not be
-    made in time."""
+    established in time."""
 
 
 class StreamError(LogitdError):
-    """A stream ended early, after `tokens` tokens. The stream's `text` keeps the text so far."""
+    """A stream ended early, after `tokens` tokens. The stream's `text` is the text received."""
 
     def __init__(self, message: str, tokens: int, request_id: str | None = None) -> None:
         super().__init__(message, request_id)

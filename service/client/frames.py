@@ -71,7 +71,8 @@ def heat_map(
 def _rows(
     part: object, names: Sequence[str], outer: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows of the parts at a path. `outer` has the values of the parts that enclose `part`."""
+    """Yield a row for each part at the path `names` in `part`. `outer` holds the values of the
+    enclosing parts."""
     if not names:
         yield {**outer, **_singles(part)}
         return

@@ -96,7 +96,7 @@ class HookedModel:
         return next(found, self.vocabulary.eos_token_id)
 
     def names(self) -> dict[str, str]:
-        """Maps TransformerLens' name of each stage to the server's name, in the order of the
+        """The server's name for each stage, keyed by TransformerLens' name, in the order of the
         forward pass."""
         found: dict[str, str] = {}
         own = [name for info in self.stages.stages for name in info.names]

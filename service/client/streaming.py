@@ -195,7 +195,7 @@ class AsyncStream:
     closes the stream at its end. Closing early ends the request on the server.
 
     If the server sends an error, the iteration raises it after the chunks that came before it. If
-    the stream ends early, the iteration raises StreamError. `text` keeps the text so far.
+    the stream ends early, the iteration raises StreamError. `text` is the text received so far.
     """
 
     def __init__(self, wire: Wire, exchange: Exchange) -> None:
@@ -251,8 +251,8 @@ class AsyncStream:
 
     @property
     def seed(self) -> int | None:
-        """The seed, known at the end of the stream; None if each prompt has its own seed, which is
-        in its choices. Raises LogitdError before then."""
+        """The seed, known at the end of the stream. It is None if each prompt has its own seed; the
+        choices then contain the seeds. Raises LogitdError before the end."""
         return self._state.tail.seed
 
     @property
@@ -333,8 +333,8 @@ class Stream:
 
     @property
     def seed(self) -> int | None:
-        """The seed, known at the end of the stream; None if each prompt has its own seed, which is
-        in its choices. Raises LogitdError before then."""
+        """The seed, known at the end of the stream. It is None if each prompt has its own seed; the
+        choices then contain the seeds. Raises LogitdError before the end."""
         return self._stream.seed
 
     @property

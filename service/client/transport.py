@@ -1,10 +1,11 @@
 """Transport: the settings of a client, its rules for retries, and the translation of httpx's
 errors.
 
-A call is retried only if no part of its result has arrived, so never in the middle of a stream, and
-only if a retry can help: after 429, 502 or 503, or if the connection failed or was lost. It is not
-retried after 504, or if the server was silent for longer than `timeout`, because a retry would
-probably take as long. Requests only compute, so it does no harm if the server computes one twice.
+A call is retried if a retry can help: after 429, 502 or 503, or if the connection failed or was
+lost. It is never retried once a part of its result has arrived, for example in the middle of a
+stream. It is not retried after 504 either, or if the server was silent for longer than `timeout`,
+because a retry would probably take as long. Requests only compute, so it does no harm if the server
+computes one twice.
 
 `wire.py` sends the requests and waits between them.
 """
@@ -31,7 +32,7 @@ from logitd.service.client.errors import (
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 
 CONNECT_SECONDS = 10.0
-"""Time limit for making a connection, even if `timeout` is longer."""
+"""Time limit in seconds for establishing a connection, even if `timeout` is longer."""
 MAX_WAIT_SECONDS = 60.0
 """Longest wait in seconds that a client accepts from a Retry-After header. If the header asks for
 more, the call fails."""
@@ -226,10 +227,11 @@ class Exchange:
         return kind(message, self.request_id)
 
     def _wait(self, failure: LogitdError, asked: float | None) -> float:
-        """Seconds until the next try: at least the wait that the server `asked` for (None: at most
-        the client's own). It is partly random, so that clients refused together do not return
-        together. Raises the failure if no try is left, if `asked` exceeds MAX_WAIT_SECONDS, or if
-        the wait would exceed the client's timeout."""
+        """Seconds until the next try: at least the wait that the server `asked` for. If `asked` is
+        None, the client chooses the wait, up to MAX_OWN_WAIT_SECONDS. The wait is partly random, so
+        that clients refused at the same time do not retry at the same time. Raises the failure if
+        no try is left, if `asked` exceeds MAX_WAIT_SECONDS, or if the wait would exceed the
+        client's timeout."""
         spread = random.uniform(0.5, 1.0)
         if asked is None:
             own = FIRST_WAIT_SECONDS * 2 ** (self._tries - 1)

@@ -28,7 +28,7 @@ OWN_DESCRIPTORS = 64
 """Number of file descriptors reserved for the process itself: for listening, static files,
 checkpoints and the engine."""
 MOST_CONNECTIONS = 4096
-"""Upper bound of the default of --max-connections. An idle connection takes about 10 kB."""
+"""Upper bound on the default of --max-connections. An idle connection takes about 10 kB."""
 SURPLUS = 16
 """Number of connections that are accepted above the limit, so that /health is still answered."""
 

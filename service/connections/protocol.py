@@ -2,8 +2,8 @@
 
 Differences from uvicorn's protocol based on httptools:
 
-- the size of the headers and the client's time are limited (`reading.py`); one timer checks all
-  connections (`open_connections.py`);
+- the size of the headers is limited, and so is the time that a client may take (`reading.py`); one
+  timer checks all connections (`open_connections.py`);
 - a client may send requests before it has received earlier replies (pipelining). Each request is
   read only when it is its turn, and refusals (`refusals.py`) are written in turn as well;
 - if a request is answered before its body is complete, the client gets time to read the answer
@@ -272,8 +272,9 @@ class Connection(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _without_upgrade(self) -> bytes:
-        """The head of an upgrade request without its upgrade headers. It is given to a new parser,
-        because the old parser would treat the body as data of another protocol."""
+        """Replace the parser of an upgrade request, because the old parser would treat the body as
+        data of another protocol. Returns the head for the new parser, without the upgrade headers;
+        empty for other requests."""
         if not self._asks_upgrade():
             return b""
         version = self.parser.get_http_version().encode()

@@ -98,9 +98,9 @@ class Reading:
 
     def is_body_slow(self, now: float, timeout: float, *, answered: bool, paused: bool) -> bool:
         """True if a body arrived more slowly than MIN_BYTES_PER_SECOND for `timeout` seconds. The
-        timeout starts again whenever as much has arrived as that rate requires, and does not run
-        while the server has paused reading. For a request that is already answered, it always runs
-        and never starts again."""
+        timeout restarts whenever as many bytes have arrived as that rate requires, and does not run
+        while the server has paused reading. Once the request has been answered, the timeout always
+        runs and never restarts."""
         since, received = self._body_mark
         enough = self.received - received >= timeout * MIN_BYTES_PER_SECOND
         if not answered and (enough or paused):

@@ -196,11 +196,12 @@ class AdmissionController:
 
     @contextmanager
     def hold(self, sequences: int, param: str, caller: str = "") -> Iterator[None]:
-        """Reserve room for sequences while the texts of a request are encoded. Raises the same
-        errors as `check_capacity`, and InvalidRequest for more sequences than one request may have.
+        """Reserve room in the queue for sequences while the texts of a request are encoded. Raises
+        the same errors as `check_capacity`, and InvalidRequest for more sequences than one request
+        may have.
 
         The caller submits the requests directly after the `with` block. The event loop runs nothing
-        else in between, so the room is still free then.
+        else in between, so no other request can take the room.
         """
         if sequences > self.limits.per_request:
             raise InvalidRequest(
@@ -217,15 +218,15 @@ class AdmissionController:
             self._release(caller, load)
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Reserve room for later requests of a caller. Raises the same errors as
-        `check_capacity`."""
+        """Reserve room in the queue for requests that a caller will submit later. Raises the same
+        errors as `check_capacity`."""
         caller, loads = self._loads(requests)
         total = sum(loads, Load())
         self.check_capacity(total, caller=caller)
         self._reserved.add(caller, total)
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Release the room that `reserve` reserved for requests."""
+        """End the reservations that `reserve` made for these requests."""
         caller, loads = self._loads(requests)
         self._release(caller, sum(loads, Load()))
 
@@ -253,7 +254,7 @@ class AdmissionController:
         self._note_empty()
 
     def clear(self) -> None:
-        """Forget all open requests. Reserved room must still be released."""
+        """Forget all open requests. Reservations remain until they are released."""
         self._open = _Tally()
         self.begun_tokens = 0
         self._note_empty()

@@ -124,9 +124,9 @@ class AsyncEngine:
         return self._enqueue(requests, self.admission.admit(requests), version, usage or Usage())
 
     def reserve(self, requests: Sequence[Request], version: WeightsVersion) -> None:
-        """Reserve room for requests that are submitted one after another, so that neither a full
-        queue nor the start of a drain rejects the later ones. Raises the same errors as
-        `submit`."""
+        """Reserve room in the queue for requests that are submitted one after another, so that
+        neither a full queue nor the start of a drain rejects the later ones. Raises the same errors
+        as `submit`."""
         self._check(requests, version)
         self.admission.reserve(requests)
 

@@ -247,7 +247,7 @@ def _why_slots(
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
     """The target gap in the settings. If it is not set, this is the default on a CPU, and None on
-    other devices, where the time of prompts cannot be measured."""
+    other devices, where the time that prompts take cannot be measured."""
     if settings.target_gap is not None:
         return parse_target_gap(settings.target_gap)
     return SERVED_TARGET_GAP if placement.device.type == "cpu" else None

@@ -46,8 +46,8 @@ class EngineSession:
         return submission
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Reserve room for requests that `submit_next` will submit one after another. The session
-        may submit no other requests after this call. Raises the same errors as
+        """Reserve room in the queue for requests that `submit_next` will submit one after another.
+        The session may submit no other requests after this call. Raises the same errors as
         `AsyncEngine.reserve`."""
         signed = [replace(request, **self._signature) for request in requests]
         self._engine.reserve(signed, self._held())
@@ -62,7 +62,7 @@ class EngineSession:
         return submission
 
     def close(self) -> None:
-        """Release the session's version of the weights, and the room of reserved requests that
+        """Release the session's version of the weights, and end the reservations of requests that
         were not submitted. Nothing else may be submitted afterwards. Further calls have no
         effect."""
         self._engine.admission.release(self._reserved)

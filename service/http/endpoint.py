@@ -1,5 +1,5 @@
 """Endpoint: the generic route of all operations. It parses a body, makes the plan, submits the
-requests and replies.
+requests and sends the reply.
 
 Room in the queue is reserved before any text is encoded, so a full queue answers 429 quickly.
 `model/operations/` defines the operations; the other modules of this folder write the replies.

@@ -29,8 +29,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> str:
     """The media type of the reply: an event stream if the body sets `stream`, otherwise one of
-    `forms`. Raises ApiError if `Accept` allows none of them, or if the type cannot hold several
-    prompts or the dtype."""
+    `forms`. Raises ApiError if `Accept` allows none of them, or if the chosen type cannot represent
+    several prompts or the requested dtype."""
     if getattr(body, "stream", False):
         return sse.MEDIA_TYPE
     accept = ",".join(request.headers.getlist("accept")) or "*/*"

@@ -22,8 +22,8 @@ class OutputsReader:
     """The rows of several prompts, in order.
 
     Once the status line is sent, an error can only be shown by closing the connection. So the
-    constructor reserves room for all prompts, and `start` waits for the first rows before anything
-    is written.
+    constructor reserves room in the queue for all prompts, and `start` waits for the first rows
+    before anything is written.
     """
 
     def __init__(self, requests: Sequence[OutputsRequest], context: RequestContext) -> None:
@@ -78,7 +78,7 @@ async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterato
 
 
 async def _rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
-    """The chunks of a submission, in the order of positions. Raises the same errors as
+    """The chunks of a submission, in order of position. Raises the same errors as
     `events_of`."""
     async for event in events_of(submission):
         if isinstance(event, OutputsChunk):

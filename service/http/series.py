@@ -108,7 +108,7 @@ class RunningSeries:
 
     async def _submit(self, job: Any) -> Submission | None:
         """Submit a job. If the queue is full, returns None while another job of this series is
-        running, and otherwise waits for room."""
+        running, and otherwise waits for room in the queue."""
         while True:
             try:
                 return self._context.session.submit([job], more=True)

@@ -81,7 +81,8 @@ class GrowingCall:
 
     def _known(self) -> str | None:
         """The called function's name; None if it is not known yet. If there are several functions,
-        the text names the function before the arguments; everything up to them is removed."""
+        the text names the function first; once the name is known, everything before the arguments
+        is removed from the text."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:

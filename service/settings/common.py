@@ -30,7 +30,7 @@ class CommandSettings(BaseSettings):
     the default. So one .env can give two commands different values of a flag.
 
     command     name of the command
-    groups      titles of the groups of flags in the help, in their order. Each key is the first
+    groups      titles of the groups of flags, in the order of the help. Each key is the first
                 field of a group. If a group is split into two parts, there is a key for each part
     flag_names  additional flags of fields, without dashes
     needs       fields that have an effect only with some values of earlier fields. Each has a test

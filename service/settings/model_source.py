@@ -1,4 +1,4 @@
-"""ModelSource: a model to serve, written as `NAME=PATH` or PATH. Does not import torch.
+"""ModelSource: a model to serve, written as `NAME=PATH` or PATH. This module does not import torch.
 
 The text before the first `=` is a name, unless it contains a slash: `runs/lr=0.1` and `./lr=0.1`
 are paths. `service/cli/commands/servable.py` checks the paths.

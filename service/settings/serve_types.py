@@ -30,7 +30,7 @@ def _matches(pattern: str, rule: str) -> AfterValidator:
 
 
 def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Check a text by parsing it. The value remains the text."""
+    """Check a string by parsing it. The value remains the unparsed string."""
 
     def checked(text: str) -> str:
         parse(text)

@@ -48,7 +48,8 @@ class OtlpTraces:
 
     def __init__(self, endpoint: str, ratio: float) -> None:
         """`endpoint` is the collector's base address. The trace context of a request decides
-        whether the request is traced. Of the requests without one, the share `ratio` is traced."""
+        whether the request is traced. Of the requests without one, a fraction of `ratio` is
+        traced."""
         self._url = f"{endpoint.rstrip('/')}/v1/traces"
         self._sampler = ParentBased(TraceIdRatioBased(ratio))
         self._tracer: Tracer | None = None

@@ -79,12 +79,12 @@ async def admin(state: State, request: Request) -> None:
 async def reload(
     body: Annotated[ReloadRequest, Depends(body_of(ReloadRequest))], models: Ready
 ) -> ReloadReply:
-    """Load a checkpoint next to the served one, then switch without interruption. Requests received
-    before the switch are answered by the old weights. Without a name, the checkpoint given at the
-    start is loaded; for a run, its best checkpoint so far. A named checkpoint stays in use until
-    the next reload, even if the server follows a run. The model's name stays the same. The reply is
-    sent when the switch is complete. If the old checkpoint stays in use, the reply is a 409 with
-    the reason. `model` chooses one of several models."""
+    """Load a checkpoint alongside the served one, then switch without interruption. Requests
+    received before the switch are answered by the old weights. Without a name, the checkpoint given
+    at the start is loaded; for a run, its best checkpoint so far. A named checkpoint stays in use
+    until the next reload, even if the server follows a run. The model's name stays the same. The
+    reply is sent when the switch is complete. If the old checkpoint stays in use, the reply is a
+    409 with the reason. `model` chooses one of several models."""
     served = models.of(body.model).model
     try:
         swapped = await served.reloader.choose(body.checkpoint)
