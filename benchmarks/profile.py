@@ -77,8 +77,9 @@ class Timeline:
         return seconds
 
     def mark(self, stage: str, timed: Callable[[], Mapping[str, float]] | None = None) -> None:
-        """Attribute the time since the last mark to `stage`. `timed` returns the parts of that time
-        that belong to other stages, by name. The call to `timed` itself counts for no stage."""
+        """Attribute the time since the last mark to `stage`. `timed` returns the seconds of that
+        time that belong to other stages, by stage. The time of the call to `timed` itself is not
+        attributed to any stage."""
         if self.seconds is None:
             return
         now = time.perf_counter()

@@ -3,11 +3,11 @@
     python -m benchmarks.ray_serve [--checkpoint PATH] [--threads N] [--rounds N] [--replicas N]
 
 Compares the application alone (`logitd serve`) with the application behind Ray Serve on this
-machine (`deploy/ray_serve.py`), with the same flags. Both run all the time and get requests
-alternately, so that other work on the machine affects both alike. Times are medians, and ratios are
-medians of the ratios within a round. Memory is measured after the load: the sum over all processes
-of a setup, with shared pages counted once (PSS). With `--replicas 2`, Ray gets two replicas with
-half the threads each. Run it on an idle machine. The last line is JSON.
+machine (`deploy/ray_serve.py`), with the same flags. Both run throughout the benchmark and get
+requests alternately, so that other work on the machine affects both alike. Times are medians, and
+ratios are medians of the ratios within a round. Memory is measured after the load: the sum over all
+processes of a setup, with shared pages counted once (PSS). With `--replicas 2`, Ray gets two
+replicas with half the threads each. Run it on an idle machine. The last line is JSON.
 """
 
 import json
@@ -38,8 +38,8 @@ REQUESTS, STREAMS, TOKENS = 100, 8, 128
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results of one way to serve: the clients' figures, the number of processes, and their
-    memory."""
+    """Results of one setup, with or without Ray Serve: the clients' figures, the number of
+    processes, and their memory."""
 
     felt: Felt
     processes: int

@@ -4,12 +4,12 @@
                                        [--quantize int8|int4] [--lengths N ...] [--rounds N]
 
 Prompts of random ids, one for each slot, arrive at the same time, and each asks for one token.
-Measures positions per second if the prompts of a step go through the model together, as the engine
-does it, and if each goes through the model by itself. Both are measured alternately in one process;
-the ratio is the median of the rounds' ratios. The time is the processor time of all threads of this
-process. So with one thread, other work on the machine hardly affects it. With several threads,
-other work does, because the threads spin while they wait for one another. Both must generate the
-same tokens. The last line is JSON.
+Measures positions per second in two cases: the prompts of a step go through the model together, as
+in the engine, or each goes through the model by itself. The two cases are measured alternately in
+one process; the ratio is the median of the rounds' ratios. The time is the processor time of all
+threads of this process. So with one thread, other work on the machine hardly affects it. With
+several threads, other work does, because the threads spin while they wait for one another. Both
+cases must generate the same tokens. The last line is JSON.
 """
 
 import json

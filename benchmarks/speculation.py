@@ -1,10 +1,11 @@
-"""Gain of drafts on repetitive text, and their cost on other text.
+"""Gain from drafts on repetitive text, and their cost on other text.
 
     python -m benchmarks.speculation [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
                                      [--rounds N]
 
-Measures tokens per second of 1 and 8 sequences with `speculate` set to none and to ngram, on native
-kernels. Both run in one process, one step of each in turn. Prompts are not counted. The texts:
+Measures tokens per second of 1 and 8 sequences on native kernels, with `speculate` set to none in
+one engine and to ngram in another. Both engines run in one process, one step of each in turn.
+Prompts are not counted. The texts:
 
     repeats   greedy text after a prompt that repeats one statement
     ordinary  code at temperature 1: short runs of tokens recur, but mostly continue differently

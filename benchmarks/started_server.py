@@ -1,7 +1,8 @@
 """Started server: runs `logitd serve` in a separate process for the duration of a block.
 
-It listens on a free port of the loopback interface. It gets its settings only from its flags, not
-from the environment or a .env. It ends with the block, even after an error or a signal.
+The server listens on a free port of the loopback interface. It gets its settings only from its
+flags, not from the environment or a .env file. It ends with the block, even after an error or a
+signal.
 """
 
 import os
@@ -32,8 +33,9 @@ class StartedServer:
 
 @contextmanager
 def started_server(*flags: str) -> Iterator[StartedServer]:
-    """Yield `logitd serve` with these flags once it is ready. Paths in flags must be absolute,
-    because it runs in a separate folder. Call it only in the main thread. Raises ServerError."""
+    """Start `logitd serve` with these flags, and yield its URL and process id once it is ready.
+    Paths in flags must be absolute, because the server runs in a separate folder. Call it only in
+    the main thread. Raises ServerError."""
     environment = {k: value for k, value in os.environ.items() if not k.startswith("LOGITD_")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     words = ["serve", "--host", "127.0.0.1", "--port", "0", "--drain-timeout", "0", *flags]

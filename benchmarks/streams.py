@@ -1,9 +1,9 @@
-"""Streams: requests several streams of a server at once, and records when their tokens arrive.
+"""Streams: requests several streams from a server at once, and records when their tokens arrive.
 
 An `Ask` sends the requests: logitd's `AsyncClient` (`asking`), `raw_client.py`, which needs a
 fraction of the processor time of `AsyncClient`, or a client of another kind of server. Nothing is
-retried, so rejections are seen. A chunk may carry several tokens; they are counted by their ids. A
-gap is the time between two successive chunks that have any tokens.
+retried, so rejections are seen. A chunk may carry several tokens; their number is the number of ids
+in the chunk. A gap is the time between two successive chunks that contain tokens.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from logitd.service.client.fields import GenerateFields
 
 
 class Arrival(NamedTuple):
-    """A chunk with tokens, and the time of `time.perf_counter` when it arrived."""
+    """The arrival of a chunk with tokens: its time, by `time.perf_counter`, and the number of
+    tokens."""
 
     at: float
     tokens: int
@@ -124,8 +125,8 @@ async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> St
 
 
 def full_batch_rate(records: Sequence[StreamRecord]) -> float | None:
-    """Tokens per second while all streams of a batch ran (`whole_batch_rate`). None if they never
-    all ran together, or if one of them failed."""
+    """Tokens per second while all streams of a batch ran, computed by `whole_batch_rate`. None if
+    they never all ran together, or if one of them failed."""
     if failures_of(records):
         return None
     return whole_batch_rate([[(record.sent, 0), *record.arrivals] for record in records])

@@ -6,8 +6,8 @@
 
 Clients in a closed loop use an engine in this process: each sends a new prompt when its previous
 stream has ended. The engine computes with one thread, and its clock is the processor time of this
-thread. So other work on the machine hardly counts, and all targets are measured under the same
-conditions. `closed_loop.py` measures over HTTP, in wall-clock time and with all threads.
+thread. So other work on the machine hardly affects the figures, and all targets are measured under
+the same conditions. `closed_loop.py` measures over HTTP, in wall-clock time and with all threads.
 
 The first streams have different lengths, so that later prompts do not arrive together. Counting
 begins when all of these first streams have ended. The last line is JSON.

@@ -2,10 +2,10 @@
 
     python -m benchmarks.tracing [--checkpoint PATH] [--threads N] [--rounds N]
 
-Two servers run all the time, one with --otlp-endpoint and one without, and get the same requests
-alternately: short requests one after the other, then many short streams together, for which the
-spans cost most. The collector is a thread of this process that reads the spans and replies. Ratios
-are computed within each round. Run it on an idle machine. The last line is JSON.
+Two servers run throughout the benchmark, one with --otlp-endpoint and one without, and get the same
+requests alternately: short requests one after the other, then many short streams together, for
+which the spans cost most. The collector is a thread of this process that reads the spans and
+replies. Ratios are computed within each round. Run it on an idle machine. The last line is JSON.
 """
 
 import json

@@ -7,17 +7,17 @@ For each budget `logitd train --minutes N` chooses a size, and nanoGPT's model a
 `nanogpt`) get the same layers and width: the block matrices have the same shapes. Text, vocabulary,
 context, threads and training time are the same. Every run is a real `train()` in a separate
 process, and the two sides take turns. The sides differ only in the recipe: the shape outside the
-block matrices, the optimizers, the learning rates and their schedule, and the batch. The default
-has more parameters, because it has an untied head and value embeddings, which cost memory but
-hardly any arithmetic. The table has the parameter counts of both sides.
+block matrices, the optimizers, the learning rates and their schedule, and the batch size. The
+default has more parameters, because it has an untied head and value embeddings, which cost memory
+but hardly any arithmetic. The table has the parameter counts of both sides.
 
 Only the time of training is counted, not the time for the vocabulary, the choice of the size or the
 last evaluation. Bits per byte are measured after the run, with the last weights, on the whole
 validation text, in the same windows for all runs.
 
-Fairness to nanoGPT: its preset has the best of the learning rates and batches that were tried at
-width 128; `--sweep` first tries every pair of RATES and BATCHES at each budget, with a separate
-seed, and takes the pair with the fewest bits per byte of the validation text. A recipe that learns
+Fairness to nanoGPT: its preset has the best of the learning rates and batch sizes that were tried
+at width 128; `--sweep` first tries every pair of RATES and BATCHES at each budget, with a separate
+seed, and takes the pair with the fewest bits per byte on the validation text. A recipe that learns
 less from a token may be better off with a smaller model: `--smaller` adds nanoGPT at the next
 smaller size.
 
@@ -52,7 +52,7 @@ NEVER = 10**9
 """Number of steps between evaluations, samples and checkpoints: more than any run has, because
 evaluations, samples and checkpoints would take time from training."""
 SAME_SECONDS = 0.02
-"""Largest relative difference between the seconds of compared runs."""
+"""Maximum relative excess of a run's seconds over its budget, not counting the time of one step."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Measurement:
         return run, outcome
 
     def nanogpt(self, minutes: float, side: str, sweep: bool) -> Run:
-        """nanoGPT's best learning rate and batch, as a run to repeat with other seeds."""
+        """nanoGPT's best learning rate and batch size, as a run to repeat with other seeds."""
         first = Run(minutes, side, NANOGPT_RATE, NANOGPT_BATCH, FIRST_SEED)
         if not sweep:
             return first

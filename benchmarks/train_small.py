@@ -11,10 +11,10 @@ plays in two minutes. Its last tenth is held out, as in `logitd train`. The side
     long           the same with the recipe for long texts
     nanogpt-char   nanoGPT's model for a CPU and its recipe, on bytes (the preset of that name)
 
-With `--size N --passes P` a busy machine gives the same figures as an idle one: `adapted` and
+With `--size N --passes P`, the figures do not depend on the speed of the machine: `adapted` and
 `long` have the N-th size of `model/training/configuration/autosize.py` (from 0) and train for as
-many steps as `long` needs for P passes over the text. A step of `adapted` needs less arithmetic for
-its head and more for its dropout.
+many steps as `long` needs for P passes over the text. The two then take different times, because a
+step of `adapted` needs less arithmetic for its head and more for its dropout.
 
 Each run is a real `train()` in a separate process, and the sides take turns. After the run, bits
 per byte are measured on the whole validation text, both with the last weights and with the weights
@@ -47,7 +47,8 @@ SIDES = ("adapted", "long", "nanogpt-char")
 
 
 def configuration(side: str, asked: TrainingConfig, choice: Choice) -> TrainingConfig:
-    """The settings of a side, on a machine that was measured once for all sides."""
+    """The settings of a side. All sides get the same `choice`, so the machine is measured only
+    once."""
     if side == "nanogpt-char":
         return TrainingConfig(**{**asked.to_dict(), "preset": side})
     text_bytes = open_text(asked.data).count_bytes(math.inf) if side == "adapted" else math.inf
@@ -55,8 +56,8 @@ def configuration(side: str, asked: TrainingConfig, choice: Choice) -> TrainingC
 
 
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
-    """The settings of a side with one size, with as many steps as `long` needs for `passes` passes
-    over the text."""
+    """The settings of a side with the given size. It trains for as many steps as `long` needs for
+    `passes` passes over the text."""
     if side == "nanogpt-char":
         raise SystemExit("nanogpt-char has a fixed size: use --minutes instead of --size")
     chosen = SIZES[size]

@@ -105,7 +105,8 @@ class LogitdEngine:
         return Run(prefill_seconds, step_seconds)
 
     def _sized(self, slots: int) -> Engine:
-        """An engine with the needed number of slots. Its slots are reused, as in a server."""
+        """Return an engine with `slots` slots: the previous one if it has that many. Its slots are
+        then reused, as in a server."""
         if self._engine is None or self._slots != slots:
             if self._engine is not None:
                 self._engine.close()

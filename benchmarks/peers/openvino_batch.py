@@ -1,9 +1,9 @@
 """OpenVINO GenAI's continuous batching, step by step, with its scheduler and its sampler.
 
 optimum-intel exports the Hugging Face folder, in a separate process, so that this process does not
-load torch. Each step is one call to `step()`, including reading its tokens. Prefill is the
-time of requests for one token each. For decode, the same prompts are submitted again, and
-measurement begins once all of them are decoding. Nothing is reused between prompts.
+load torch. Each step is one call to `step()`, including reading its tokens. Prefill is measured
+with requests for one token each. For decode, the same prompts are submitted again, and measurement
+begins once all of them are decoding. Nothing is reused between prompts.
 
 Some defaults are replaced: OpenVINO would keep keys and values in 8 bits for weights of any dtype.
 Here, keys and values are in float32 for float32 weights, in 16 bits for "bfloat16" (whose

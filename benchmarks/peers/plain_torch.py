@@ -1,4 +1,4 @@
-"""A loop in plain torch, written for exactly this shape.
+"""A decoding loop for GPT-2 in plain torch, as one would write it by hand.
 
 It computes one batch in eager mode, with a cache of exactly the needed size and torch's fused
 attention, and applies the head only at the last position. All sequences are equally long, so there
@@ -32,7 +32,7 @@ def load(folder: Path, dtype: str, threads: int) -> "PlainTorch":
 
 
 class PlainTorch:
-    """GPT-2 as functions of its weights."""
+    """GPT-2, computed directly from its weights."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, Tensor]) -> None:
         self._shape = shape

@@ -64,8 +64,9 @@ def transformers_server(
     largest: int,
     positions: int,
 ) -> Iterator[str]:
-    """Yield the URL of a server of `folder` once it is ready. With continuous batching, its cache
-    has pages for `largest` sequences of `positions` positions each. Raises ServerMissing."""
+    """Start `transformers serve` with the model in `folder`, and yield its URL once it is ready.
+    With continuous batching, its cache has pages for `largest` sequences of `positions` positions
+    each. Raises ServerMissing."""
     port = free_port()
     command = [
         python, "-c", "from transformers.cli.transformers import main; main()",

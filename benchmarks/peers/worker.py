@@ -2,8 +2,9 @@
 
 python -m benchmarks.peers.worker MODULE WEIGHTS_FOLDER DTYPE THREADS
 
-The first line that it writes describes the peer, or names a missing package or an unsupported
-request. Then it answers each command with a line of JSON. It exits at the end of its input.
+The first line that it writes describes the peer, or says that a package is missing or that the peer
+does not support the dtype or shape. Then it answers each command with a line of JSON. It exits at
+the end of its input.
 """
 
 import importlib
@@ -18,7 +19,8 @@ from benchmarks.peers.contract import Peer, Unsupported
 
 
 def load_peer(module: str, folder: Path, dtype: str, threads: int) -> Peer:
-    """The peer of the adapter `module`. Raises ImportError if its package is missing."""
+    """Load the peer with the adapter `module`. Raises ImportError if the peer's package is
+    missing."""
     # By name, because this interpreter can import only one of the adapters.
     adapter = importlib.import_module(f"benchmarks.peers.{module}")
     return adapter.load(folder, dtype, threads)

@@ -42,9 +42,10 @@ def small(family: str) -> GPT:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_stages_add_up_to_the_step(decoder: DecoderMaker, family: str) -> None:
-    """The stages may add up to more time than the step, because only the stages include the start
-    and the end of the measurement. A step takes microseconds, and the machine may pause for longer
-    than that, so there are five attempts. If a stage is missing or counted twice, all five fail."""
+    """The stages may add up to more time than the step, because their measurement starts before
+    that of the step and ends after it. A step takes microseconds, and a pause of the machine may be
+    longer than that, so there are five attempts. If a stage is missing or counted twice, all five
+    fail."""
     for _ in range(5):
         profiles = profile_engine(decoder, small(family), ASKED)
         if all(abs(profile.remainder_us) < 0.5 * profile.step_us for profile in profiles):

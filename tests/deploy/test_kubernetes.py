@@ -116,7 +116,8 @@ def test_probes_use_existing_endpoints(checkpoint_path: Path) -> None:
 
 
 def node(command: list[str], rank: int, folder: Path, port: int) -> subprocess.Popen[str]:
-    """One of the two machines: the job's command with the values that Kubernetes fills in."""
+    """Run the job's command as on one of the two machines, with the values that Kubernetes would
+    fill in."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     filled = [
         word.replace("$(JOB_COMPLETION_INDEX)", str(rank))

@@ -132,7 +132,7 @@ def run(folder: Path, line: str) -> str:
 
 @contextmanager
 def served(folder: Path, line: str) -> Iterator[httpx.Client]:
-    """Run a line that serves. Yields a client of its server."""
+    """Start the server of a `logitd serve` line. Yields an HTTP client of that server."""
     with (
         ServedProcess(*shlex.split(line.removeprefix("logitd serve ")), cwd=folder) as server,
         httpx.Client(base_url=server.url, trust_env=False) as client,
@@ -144,7 +144,7 @@ def served(folder: Path, line: str) -> Iterator[httpx.Client]:
 @pytest.mark.timeout(300)
 def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
     """The model is imported in four ways: with a text to check, a class, an expression, and flags.
-    All give the same weights, whose loss matches the loss that the script printed."""
+    All imports have the same weights, and their loss matches the loss that the script printed."""
     folder, loss = desk
     lines = lines_of_the_page()
     assert len(lines) == 9, lines

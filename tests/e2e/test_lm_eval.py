@@ -1,8 +1,8 @@
 """The evaluation harness lm-eval against a real server.
 
 lm-eval uses the server as `local-completions` with a remote tokenizer, for three tasks: multiple
-choice, rolling perplexity and generation until a stop text. Its results must equal the results of
-the checkpoint's plain forward pass.
+choice, rolling perplexity, and generation until a stop string. Its results must equal the results
+of the checkpoint's plain forward pass.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Curl lines and Python blocks of the documents, run against a server of the bundled checkpoint.
+"""Curl lines and Python blocks of the documents, run against a server with the bundled checkpoint.
 
 tests/test_documents.py checks terminal commands, and tests/service/cli/commands runs some of them.
 """
@@ -116,7 +116,8 @@ def test_python_blocks_work(block: str, server: ServedProcess, here: Path) -> No
 
 @pytest.fixture(scope="module")
 def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
-    """The served model, loaded as a GPT in the server's dtype and as an LLM with its threads."""
+    """The served model, loaded twice: as a GPT in the server's dtype, and as an LLM with as many
+    threads as the server."""
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
         info = http.get("/info").json()
     cpu, dtype = torch.device("cpu"), getattr(torch, info["dtype"])

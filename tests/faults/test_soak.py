@@ -1,5 +1,5 @@
-"""Soak: valid and broken requests to all endpoints, clients that leave, and reloads, all at once
-and for a long time.
+"""Soak: valid and broken requests to all endpoints, clients that disconnect early, and reloads, all
+at once and for a long time.
 """
 
 import json

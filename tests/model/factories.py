@@ -73,7 +73,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "nanochat": NANOCHAT,
 }
-"""Overrides of `tiny_config` that together reach every branch of the forward."""
+"""Overrides of `tiny_config` that together reach every branch of the forward pass."""
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -40,8 +40,8 @@ def server() -> Iterator[ServedProcess]:
 
 @pytest.fixture(scope="package")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """The bundled model, a model of the same shape with other weights, and a model that cannot be
-    loaded."""
+    """A server with three models: the bundled one, one of the same shape with other weights, and
+    one that cannot be loaded."""
     info, gpt = load_checkpoint(BUNDLED_CHECKPOINT, device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     weights = {
@@ -64,7 +64,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture(scope="package")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """A server of the bundled model with a sparse autoencoder of 64 random features."""
+    """A server running the bundled model with a sparse autoencoder that has 64 random features."""
     folder = tmp_path_factory.mktemp("saes") / "mine"
     write_random_autoencoder(folder, hook="blocks.3.hook_resid_post", width=256, features=64)
     with ServedProcess("--sae", f"mine={folder}", "--threads", "1") as running:
@@ -73,8 +73,9 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess
 
 @pytest.fixture(scope="package")
 def film(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """A server of a run with a history. It must outlive the pages: while it stops, it answers 503,
-    and a page that is still open would log these as errors."""
+    """A server started with a training run and `--history`. It must outlive the pages: while it
+    stops, it answers requests with status 503, which a page that is still open would log as
+    errors."""
     run = save_run(tmp_path_factory.mktemp("film") / "run")
     with ServedProcess(str(run), "--history", "--threads", "1") as running:
         yield running

@@ -92,7 +92,8 @@ def text_of(page: Page) -> str:
 
 
 def bars(page: Page, place: str = "#distribution") -> list[list[str]]:
-    """The rows of a distribution. Each has the text of a token and its two values."""
+    """The rows of a table of probabilities. Each has the text of a token and its probabilities in
+    the table's two columns."""
     page.wait_for_selector(f"{place}:not([aria-busy]) .distribution")
     rows: list[list[str]] = page.evaluate(
         f"""[...document.querySelectorAll("{place} .distribution tbody tr")].map((row) =>

@@ -26,8 +26,8 @@ def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, 
     )
 
     def check(node: Any, change: Any, mean: Any) -> None:
-        """Compare the difference on the page with the one that /logits returns if the node is set
-        to its mean."""
+        """Compare the logit difference on the page with the difference that /logits returns if
+        `node` is set to its mean."""
         page.wait_for_function(f"{status}.includes('instead')")
         (values,) = asked(
             server, "/activations", prompt=ids, positions="all", stages=[node["stage"]]

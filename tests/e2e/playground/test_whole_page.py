@@ -1,5 +1,5 @@
 """The whole page: its text in every tab, keyboard, narrow windows, other kinds of models, and its
-policy for scripts."""
+content security policy."""
 
 import re
 from pathlib import Path

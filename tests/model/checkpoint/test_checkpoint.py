@@ -115,7 +115,7 @@ def test_model_card_may_be_edited(saved: Path) -> None:
 
 def test_loaded_model_is_a_copy(saved: Path) -> None:
     """Memory-mapped weights would change with the file, and a truncated file would kill the process
-    (SIGBUS) at the next forward."""
+    (SIGBUS) in the next forward pass."""
     gpt, ids = load(saved), random_ids(2, 9)
     before = gpt(ids).logits
     size = (saved / WEIGHTS).stat().st_size

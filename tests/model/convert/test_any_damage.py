@@ -1,6 +1,6 @@
 """Damaged foreign models are imported, or refused with a message and exit code 1.
 
-Tests run the command itself in this process. No code of a file runs.
+Tests run the command itself in this process. No code in a damaged file is run.
 """
 
 import json
@@ -45,7 +45,8 @@ class Exploding:
 
 
 def try_to_import(source: Path, *flags: str) -> int:
-    """Exit code of `logitd import`, which may be 0 or 1; any other exception fails the test."""
+    """Run `logitd import` and return its exit code, which must be 0 or 1. An exception fails the
+    test."""
     destination = Path("imported")
     shutil.rmtree(destination, ignore_errors=True)
     code = run(["import", str(source), str(destination), *flags])

@@ -1,5 +1,5 @@
-"""Files of weights are recognized by their first bytes (NumPy's, JSON, llama2.c's) or by their
-names. Intact files of other programs were once called truncated or damaged."""
+"""Weights files are recognized by their first bytes (NumPy, JSON, llama2.c) or by their names.
+Intact files of other programs were once called truncated or damaged."""
 
 import gzip
 import json

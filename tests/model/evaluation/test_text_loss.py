@@ -1,5 +1,5 @@
-"""The loss of a checkpoint on a text, compared with the losses that the model's forward and the
-trainer compute."""
+"""The loss of a checkpoint on a text, compared with the losses computed from the model's forward
+pass and by the trainer."""
 
 from pathlib import Path
 from typing import Any

@@ -32,8 +32,8 @@ def difference(logits: Tensor) -> Tensor:
 
 
 def cells_with(model: HookedGPT, texts: list[str]) -> tuple[Tensor, ActivationCache]:
-    """Run texts of several lengths with padding on the left, so that each row ends with its last
-    token."""
+    """Return the logits and the cache for texts of several lengths. They are padded on the left, so
+    that each row ends with the text's last token."""
     logits, cache = model.run_with_cache(texts, padding_side="left")
     return logits, cache
 

@@ -1,7 +1,7 @@
 """Owners' files: classes, configurations and scripts that build a model, as people write them.
 
-Together they cover every way to give a model its sizes. All of them build the model of the scheme
-"book" from the classes in `PARTS`. This module does not run them.
+Together they cover every way of passing its sizes to a model. All of them build the model of the
+scheme "book" from the classes in `PARTS`. This module does not run them.
 """
 
 PARTS = """

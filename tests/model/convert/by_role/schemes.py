@@ -16,7 +16,7 @@ from tests.model.convert.by_role.textbook.torch_layers import EncoderStack, Mult
 
 
 def first(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits from a forward that returns logits and a loss."""
+    """The logits of a model whose `forward` returns logits and a loss."""
     return model(ids)[0]
 
 

@@ -1,7 +1,7 @@
 """The logits of imported GPTs are compared with the logits of textbook models with the same
-weights, for every fold in `model/convert/by_role/build.py`. The comparison is in float64, except
-for rotary positions, whose tables are float32 in this project. Every model is also compared in
-float32."""
+weights, for every change that `model/convert/by_role/build.py` makes to weights. The comparison is
+in float64, except for rotary positions, whose tables are float32 in this project. Every model is
+also compared in float32."""
 
 import re
 from dataclasses import replace

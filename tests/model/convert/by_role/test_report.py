@@ -1,4 +1,5 @@
-"""The report of an import: roles, values, their origins, folds, and alternatives."""
+"""The report of an import: roles, values and their origins, changes to weights, and
+alternatives."""
 
 from typing import Any
 

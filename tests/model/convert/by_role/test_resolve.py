@@ -1,5 +1,5 @@
-"""Questions that names leave open are answered by the owner's logits, a text, or flags. The model
-in `conftest.py` is trained on text of the same kind."""
+"""Questions that names leave open are answered by the owner's logits, a check text, or flags. The
+model in `conftest.py` is trained on text of the same kind as the check text."""
 
 import math
 import re

@@ -12,7 +12,8 @@ from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def test_tensors_of_a_role_are_equal_in_every_form() -> None:
-    """Separate heads, heads as an axis, and matrices (in, out) all give the same rows."""
+    """The same rows are read from separate heads, from heads as an axis, and from a matrix (in,
+    out)."""
     torch.manual_seed(0)
     rows = torch.randn(2 * 3, 8)  # 2 heads of 3 channels
     names = {("query", "weight"): "q.{M}"}

@@ -1,4 +1,4 @@
-"""Rotary positions of Hugging Face's configurations, written and read."""
+"""Rotary positions in Hugging Face's configurations, written and read."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st

@@ -1,5 +1,5 @@
-"""A `tokenizer.json` gives the same ids as in the `tokenizers` library, or is refused with a
-reason."""
+"""An imported `tokenizer.json` produces the same ids as in the `tokenizers` library, or it is
+refused with a reason."""
 
 import json
 import re

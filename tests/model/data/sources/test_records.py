@@ -1,4 +1,4 @@
-"""JSON, CSV and Parquet: each record is a document, and errors state the place of an invalid
+"""JSON, CSV and Parquet: each record is a document, and errors state the line or row of an invalid
 record."""
 
 import gzip

@@ -78,7 +78,7 @@ def test_direct_parts_are_each_head_bias_and_mlp(gpt: GPT) -> None:
 
 def test_each_part_is_the_drop_in_the_logit_without_it(gpt: GPT) -> None:
     """The scale of every norm is held constant. The expected parts are computed by hand from the
-    stages of the forward."""
+    stages of the forward pass."""
     gpt = copy.deepcopy(gpt).double()
     config, stages, blocks = gpt.config, plain_stages(gpt, IDS), [*map(_block, gpt.blocks)]
     position = len(IDS) - 1
@@ -91,9 +91,9 @@ def test_each_part_is_the_drop_in_the_logit_without_it(gpt: GPT) -> None:
         return scaled
 
     def to_logit(part: Tensor, layer: int, after: str) -> float:
-        """The amount that a part adds to the logit, computed with the mixtures and norms that
-        follow the sublayer `after` of a block. If `after` is "embedding", start before the
-        block."""
+        """The amount that a part of the residual stream adds to the logit. The part is added after
+        the sublayer `after` of block `layer`, or before the block if `after` is "embedding". All
+        later norms and mixtures of the stream are applied to it."""
         embedding = part if after == "embedding" else torch.zeros_like(part)
         middle = torch.zeros_like(part)
         for later in range(layer, config.n_layer):

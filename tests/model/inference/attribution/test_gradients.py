@@ -1,5 +1,6 @@
-"""Gradients of a logit, compared with three independent computations: autograd over the forward in
-`tests/model/plain_stages.py`, finite differences of that forward, and GPT-2 of `transformers`."""
+"""Gradients of a logit, compared with three independent computations: autograd over the forward
+pass in `tests/model/plain_stages.py`, finite differences of that pass, and GPT-2 in
+`transformers`."""
 
 import copy
 import math

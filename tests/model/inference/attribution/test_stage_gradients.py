@@ -1,5 +1,5 @@
-"""Gradients with respect to stages, and probes. They are compared with autograd over the forward in
-`tests/model/plain_stages.py`, and with the gradients of HookedGPT."""
+"""Gradients with respect to stages, and probes. They are compared with autograd over the forward
+pass in `tests/model/plain_stages.py`, and with the gradients of HookedGPT."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +32,8 @@ def gradient_stages(gpt: GPT) -> tuple[str, ...]:
 
 
 def by_definition(gpt: GPT) -> Mapping[str, Tensor]:
-    """All stages of the text up to the position, in one graph. The logits are taken before the
-    softcap."""
+    """All stages of IDS up to and including POSITION, in one autograd graph. The logits are those
+    before the softcap."""
 
     def change(name: str, value: Tensor) -> Tensor:
         return value.clone().requires_grad_() if name == "embedding" else value.clone()

@@ -198,7 +198,7 @@ def test_name_of_a_special_token_is_plain_text() -> None:
 
 @pytest.fixture
 def without_end() -> Tokenizer:
-    """The byte vocabulary without an end of text."""
+    """The byte vocabulary without an end-of-text token."""
     bytes_ = byte_tokenizer()
     return Tokenizer(ranks=bytes_.ranks, pattern=bytes_.pattern, special_tokens={})
 

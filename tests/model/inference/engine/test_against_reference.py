@@ -44,7 +44,7 @@ from tests.model.inference.kernels.graphs import graph_decoder
 
 
 def logits_of(gpt: GPT, tokens: list[int]) -> Tensor:
-    """The plain forward's logits (T, V)."""
+    """Logits (T, V) of a plain forward pass."""
     with torch.inference_mode():
         return gpt(torch.tensor([tokens])).logits[0]
 

@@ -1,5 +1,5 @@
-"""Attributions in the engine: each step computes at most one piece of one attribution, next to the
-tokens of other requests. The results have the same bits as when the prompt runs alone, and an
+"""Attributions in the engine: each step computes at most one piece of one attribution, alongside
+the tokens of other requests. The results have the same bits as when the prompt runs alone, and an
 attribution can end at any time."""
 
 import copy

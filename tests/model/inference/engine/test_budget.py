@@ -112,9 +112,9 @@ def positions(plan: StepPlan) -> int:
 
 
 def test_prompt_uses_the_rest_of_the_gap() -> None:
-    """Decoding takes 80 ms of the gap of 240 ms. The other 160 ms allow two blocks and their pass
-    over the weights. With a fixed 256 positions per step, the streams once waited 590 ms for each
-    token."""
+    """Decoding takes 80 ms of the target gap of 240 ms. The other 160 ms are enough for two blocks
+    and their pass over the weights. With a fixed 256 positions per step, the streams once waited
+    590 ms for each token."""
     machine = Machine(DecodeSteps(3))
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -149,7 +149,7 @@ def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -
 @given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
 def test_short_target_delays_no_prompt_beyond_the_limit(decode: float, block: float) -> None:
     """The target is one nanosecond. Without the limit MOST_DELAY, each step would compute only one
-    block of a prompt next to its decode step. The test allows one extra step, because the last
+    block of a prompt in addition to decoding. The test allows one extra step, because the last
     chunk may be short."""
     bounded = seconds_of_a_prompt(1e-9, decode, block)
     step = decode + PASS_WORK * block
@@ -221,8 +221,9 @@ def test_budget_accepts_steps_that_cost_nothing() -> None:
 
 
 def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
-    """Decoding leaves 0.16 seconds of the gap. A chunk computed in the same pass as decoding does
-    not read the weights again. This saves time, so more than two blocks fit."""
+    """Decoding takes 80 ms of the target gap of 240 ms. The other 160 ms are enough for two blocks
+    in a separate pass. In the same pass as decoding, a chunk does not read the weights again, so
+    more than two blocks fit."""
     apart, together = Machine(DecodeSteps(3)), Machine(DecodeSteps(3), saved=0.06)
     for machine in (apart, together):
         machine.streams()

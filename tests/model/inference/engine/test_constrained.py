@@ -246,8 +246,8 @@ def error_alone(source: Source, token_ids: list[int]) -> tuple[int, str | None]:
 def test_other_constraints_change_no_outcome(
     source: Source, other: Source, seed: int, others: int
 ) -> None:
-    """A request is run alone, as one of eight sequences, and next to other constraints; its
-    outcomes are always the same."""
+    """A request with one or eight sequences is run alone and alongside requests with the same and
+    with other constraints. Its outcomes are always the same."""
     alone = fates(costly("a", TIGHT.compile(source), seed, 8))
     for token_ids, _, error in alone.values():
         assert error_alone(source, token_ids) == (len(token_ids), error)

@@ -107,8 +107,8 @@ def test_cost_equals_computed_work(kind: str, data: st.DataObject) -> None:
 )
 @pytest.mark.parametrize(("missing", "blocks"), [(0, 2), (1, 1)])
 def test_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blocks: int) -> None:
-    """With room for the elements of exactly two blocks, a step computes both. With room for one
-    element less, it computes only one."""
+    """If a step may compute exactly as many elements as two blocks have, it computes both blocks.
+    If it may compute one element less, it computes only one block."""
     request = rows(wanted, tuple(range(2 * BLOCK)))
     driven = Driven(GPT, prefill_chunk=2 * BLOCK)
     driven.engine._scheduler.step_elements = 2 * BLOCK * position_elements(request, SHAPE) - missing

@@ -217,8 +217,8 @@ def split_following(outcome: Outcome) -> Values:
 
 
 def test_following_token_has_the_bits_of_naming_and_scoring_it(gpt: GPT) -> None:
-    """The logprobs of the following token have the same bits as if its id were requested. In the
-    last layer, they have the bits of a request for scores instead."""
+    """In all layers but the last, the logprobs of the following token have the same bits as if its
+    id were requested. In the last layer, they have the bits that a request for scores returns."""
     positions = range(3, LENGTH - 1)
     every = Lens(layers=LAYERS, top_k=6, token_ids=tuple(range(257)))
     named = lens_of(gpt, ask(every, positions))

@@ -94,7 +94,8 @@ def test_failing_decoder_fails_the_same_step(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
     """An error in a launch is raised when the launch's tokens are due, after the tokens of the
-    previous step. Sequences end by length, so both engines run the same forwards."""
+    previous step. Every sequence ends at its maximum length, so both engines run the same forward
+    passes."""
     said = []
     for overlap in (True, False):
         make = partial(graph_decoder, batch_invariant=True, overlap=overlap, most_steps=1)

@@ -1,5 +1,5 @@
-"""Logprobs of a prompt's own tokens with a prefix cache. `test_numbers.py` tests their values as
-scores."""
+"""Logprobs of a prompt's own tokens when a prefix cache is used. The values themselves are tested
+in `test_numbers.py`, as scores."""
 
 import random
 

@@ -101,7 +101,8 @@ def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven,
 
 @pytest.mark.parametrize(("family", "dtype", "seed"), values(list(FAMILIES), DTYPES, range(2)))
 def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> None:
-    """The requests are greedy and sampled, with every parameter, alone and next to others."""
+    """The requests are greedy and sampled and use every parameter. They run alone and alongside
+    others."""
     gpt, rng = family_gpt(family, dtype), random.Random(f"{family} {seed}")
     requests = [repetitive_request(rng, str(i), gpt, 40) for i in range(8)]
     alone = {}

@@ -1,4 +1,4 @@
-"""Stages of a forward, recorded and changed by the engine, compared with their definitions in
+"""Stages of a forward pass, recorded and changed by the engine, compared with their definitions in
 `tests/model/plain_stages.py`, for every family and every stage."""
 
 import copy
@@ -368,8 +368,8 @@ def test_all_outputs_are_those_of_the_changed_forward(gpt: GPT) -> None:
 
 
 def test_generation_follows_the_changed_forward(exact: GPT) -> None:
-    """Prompts, generated tokens, or both are changed. Each greedy token has the largest logit of a
-    complete changed forward over the preceding text."""
+    """Prompts, generated tokens, or both are changed. Each greedy token has the largest logit in a
+    complete forward pass over the preceding text with the same changes."""
     gpt, prompt = exact, PROMPT[:40]
     spans: tuple[Span, ...] = ("prompt", "generated", "all")
     for span in spans:
@@ -405,8 +405,8 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
 
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | None) -> None:
-    """Stages that the forward uses directly keep every bit. The fast test checks only some
-    stages."""
+    """Only stages that are computed in the same way when changed are patched; they keep every bit.
+    The fast test checks only some stages."""
     rng = random.Random(count)
     for name in changeable(gpt) if count is None else rng.sample(changeable(gpt), count):
         if name.endswith((".scores", ".probs")):

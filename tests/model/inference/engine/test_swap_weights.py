@@ -55,9 +55,9 @@ def test_cache_of_old_weights_is_never_shared() -> None:
 
 @pytest.mark.parametrize("turn", ["before it is known", "once it is known"])
 def test_request_uses_one_version_of_the_weights(turn: str) -> None:
-    """The later prompts of a sweep use the same version of the weights as its first prompts. They
-    may arrive when other requests already wait for the next version, and neither group may block
-    the other."""
+    """All prompts of a sweep use the same version of the weights. Its later prompts may arrive when
+    other requests already wait for the next version. Neither the later prompts nor those requests
+    may block the others."""
     prompt = random_prompt(random.Random(3), 40)
     driven = Driven(OLD, slots=2)
     driven.add(generation("first", prompt))

@@ -1,5 +1,5 @@
 """The lecture's model: one module per attention head, ReLU, an output layer with a bias, and a
-forward that returns logits and a loss.
+`forward` that returns logits and a loss.
 
 Scores are divided by the square root of the head width or of the whole width.
 """

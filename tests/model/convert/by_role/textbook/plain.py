@@ -1,9 +1,9 @@
 """A GPT computed from tensors with the names and shapes that a scheme describes.
 
 Covers heads with separate or grouped tensors, fused rows in any order, raw parameters with an axis
-for the heads, matrices (in, out), norms before, after or next to sublayers, norms of queries and
-keys, gates, rotary positions, and sublayers without an output matrix. The arithmetic is in
-`common.py`.
+for the heads, matrices (in, out), norms before or after sublayers, parallel sublayers, norms of
+queries and keys, gates, rotary positions, and sublayers without an output matrix. The arithmetic is
+in `common.py`.
 """
 
 import math
