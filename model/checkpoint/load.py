@@ -51,7 +51,7 @@ MOST_REHASHED = 2**34
 """Maximum size, in bytes, of a weights file that is hashed after loading fails. The hash shows
 whether the file is damaged or belongs to another model. Hashing a larger file takes too long."""
 MOST_TIMES = 2**10
-"""A configuration is refused, before names and shapes are compared, if its model has more than 2^40
+"""Before names and shapes are compared, a configuration is refused if its model has more than 2^40
 elements and more than MOST_TIMES times as many elements as the weights file."""
 SOURCE_BYTES = 2**22
 """Maximum size, in bytes, of each of the owner's source files."""

@@ -65,8 +65,8 @@ Shape = tuple[GPTConfig, set[str]]
 
 
 def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
-    """Read a folder written by `save_pretrained`. If the folder has several weight files, `named`
-    is used. Raises ConvertError."""
+    """Read a folder written by `save_pretrained`. If the folder has several weight files, the one
+    called `named` is read. Raises ConvertError."""
     where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(
