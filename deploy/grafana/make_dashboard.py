@@ -29,7 +29,7 @@ OF_SERVERS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph of one or several queries, each with its legend."""
+    """A graph of one or more queries, each with its legend."""
 
     title: str
     unit: str

@@ -73,8 +73,9 @@ class Survey:
 
 
 def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -> Windows:
-    """Windows as long as the model's context. If `predicts`, a counted token needs another token
-    before it in the window. Raises ExtractionError for a stride that would leave tokens out."""
+    """Windows as long as the model's context. If `predicts`, the values of a counted token are
+    predictions of it, so the window must have a token before it. Raises ExtractionError for a
+    stride that would leave tokens out."""
     widest = context_length - 1 if predicts else context_length
     stride = widest if stride is None else stride
     if not 1 <= stride <= widest:
@@ -116,7 +117,7 @@ class DataReader:
             yield piece
 
     def survey(self) -> Survey:
-        """The survey, after the last document."""
+        """The survey of the documents. Call this after reading the last one."""
         return Survey(self._digest.hexdigest(), self.documents, self.bytes)
 
 

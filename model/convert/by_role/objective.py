@@ -191,7 +191,7 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
 class LogitsObjective:
     """The largest difference from the logits (B, T, V) that the owner's code computes.
 
-    name        what messages call the owner's code: its file and the name of the model
+    name        the owner's code as FILE.py:EXPRESSION, for messages
     log_probs   True if the owner's code returns log-probabilities instead of logits
     """
 
