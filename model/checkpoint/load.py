@@ -1,6 +1,6 @@
 """Load: reads and verifies the weights and source files of a checkpoint.
 
-No size in a file is trusted by itself: before anything is allocated, the header of the weights is
+No size in a file is trusted on its own: before anything is allocated, the header of the weights is
 compared with the configuration, and both with the free memory. Loading verifies hashes, names,
 shapes and finiteness. It executes no code (`model/inference/load.py` runs an owner's code) and
 copies the weights, so later changes to a file do not affect a loaded model.

@@ -138,9 +138,9 @@ def units_of(
     *,
     special_ids: bool = False,
 ) -> Iterator[Unit]:
-    """The units from `begin` on. `begin` is the (document, position) at which the last finished
-    unit ended. Earlier documents are read but not encoded. Raises DataError for text that the
-    vocabulary cannot encode.
+    """The units whose first counted token is at or after `begin`, the (document, position) at which
+    the last finished unit ended. Earlier documents are read but not encoded. Raises DataError for
+    text that the vocabulary cannot encode.
     """
     for number, name, pieces in reader:
         if number < begin[0]:

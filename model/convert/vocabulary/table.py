@@ -44,7 +44,7 @@ class Table:
     strings  pairs of texts to merge, in order of priority
     pattern  split pattern, if it is stored
     special  names that the source lists as special tokens
-    ranked   True if the texts are byte sequences that tiktoken merges in the order of ids
+    ranked   True if the texts are byte sequences and their ids are tiktoken's ranks
     """
 
     texts: Texts
