@@ -50,9 +50,9 @@ class Placement:
 def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
-    """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one thread for each
-    processor of this process. Raises DeviceError if there are more threads than processors, because
-    the threads would then wait for each other at every operation."""
+    """Resolve the device "auto" (CUDA if available) and 0 threads (one thread for each processor
+    that this process may use). Raises DeviceError if there are more threads than processors,
+    because the threads would then wait for each other at every operation."""
     processors = available_processors()
     if not 0 <= threads <= processors:
         raise DeviceError(

@@ -29,7 +29,7 @@ OF_SERVERS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph of one or several queries, each with its legend."""
+    """A graph of one or more queries, each with its legend."""
 
     title: str
     unit: str
@@ -49,8 +49,8 @@ def shares(title: str, metric: str, label: str, unit: str = "reqps") -> Panel:
 
 
 def of(metric: str) -> str:
-    """A metric's series for the chosen instances, and for the chosen models if it has a model
-    label."""
+    """A PromQL selector for a metric of the chosen instances and, if the metric has a model label,
+    of the chosen models."""
     model = "" if metric.startswith(OF_SERVERS) else ',model=~"$model"'
     return f'{metric}{{instance=~"$instance"{model}}}'
 
@@ -212,7 +212,7 @@ def variable(name: str, label: str, values: str) -> dict[str, Any]:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard in Grafana's JSON format, with up to three panels in a row."""
+    """The dashboard in Grafana's JSON format, with up to three panels side by side."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

@@ -1,2 +1,2 @@
-"""Measures the rates of the engine and compares them with the machine's limits, for `logitd
-bench`."""
+"""Measures how fast the engine prefills and decodes, and compares both rates with the machine's
+limits, for `logitd bench`."""

@@ -65,9 +65,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of a batch (median of the rounds), and that rate as a fraction of the
-    machine's limit. The fraction is None if the model runs its owner's code, because the work of
-    that code is unknown."""
+    """The throughput of a batch in tokens per second (median of the rounds), and that rate as a
+    fraction of the machine's limit. The fraction is None if the model runs its owner's code,
+    because the amount of work in that code is unknown."""
 
     batch: int
     tokens_per_second: float
@@ -142,8 +142,8 @@ def measure_engine(
 
 def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int, int]]:
     """Run requests until all have ended. For each step in which all of them decoded, returns the
-    step's duration in seconds, the number of tokens, and the number of positions attended to.
-    Raises BenchmarkError."""
+    step's duration in seconds, the number of tokens that it generated, and the number of positions
+    that it attended to. Raises BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)

@@ -67,9 +67,9 @@ def decode_work(
 
 
 def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
-    """The work of a prefill of `prompts` prompts of `length` tokens each, including the logits
-    after each prompt. Quantization does not matter, because a prefill computes in the model's own
-    dtype."""
+    """The work of a prefill of `prompts` prompts of `length` tokens each, including the logits at
+    the last position of each prompt. Quantization does not matter, because a prefill computes in
+    the model's own dtype."""
     config, elements = gpt.config, count_elements(gpt.config)
     head = config.vocab_size * config.d_model
     read = elements.block_matrices + head + _vectors(gpt) + elements.looked_up * prompts * length

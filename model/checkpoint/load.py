@@ -1,6 +1,6 @@
 """Load: reads and verifies the weights and source files of a checkpoint.
 
-No size in a file is trusted by itself: before anything is allocated, the header of the weights is
+No size in a file is trusted on its own: before anything is allocated, the header of the weights is
 compared with the configuration, and both with the free memory. Loading verifies hashes, names,
 shapes and finiteness. It executes no code (`model/inference/load.py` runs an owner's code) and
 copies the weights, so later changes to a file do not affect a loaded model.
@@ -51,7 +51,7 @@ MOST_REHASHED = 2**34
 """Maximum size, in bytes, of a weights file that is hashed after loading fails. The hash shows
 whether the file is damaged or belongs to another model. Hashing a larger file takes too long."""
 MOST_TIMES = 2**10
-"""A configuration is refused, before names and shapes are compared, if its model has more than 2^40
+"""Before names and shapes are compared, a configuration is refused if its model has more than 2^40
 elements and more than MOST_TIMES times as many elements as the weights file."""
 SOURCE_BYTES = 2**22
 """Maximum size, in bytes, of each of the owner's source files."""

@@ -68,7 +68,7 @@ class CodeOptions:
                     as for `import_model`
     context_length  number of positions to keep; None means the number in the settings, or else the
                     largest number that works
-    lens            names of the final norm and of the head
+    lens            names of the final norm and of the head, for the logit lens; None: no lens
     """
 
     code: OwnerCode

@@ -105,8 +105,8 @@ def _starts(tokenizer: Tokenizer) -> Iterator[int]:
 def compare_with_text(
     model: ForeignModel, text: CheckText, log: Callable[[str], None]
 ) -> ForeignModel:
-    """Add a model's loss on a text to the model's facts. Raises ConvertError if the model predicts
-    the text worse than the token frequencies of the text do."""
+    """Add a model's loss on a text to the model's facts. Raises ConvertError if that loss is higher
+    than the loss of a unigram model with the text's own token frequencies."""
     rows = replace(model.config, padded_vocab_size=model.config.vocab_size)
     built = Built(rows, model.weights, ())
     losses = {

@@ -209,8 +209,8 @@ class Settings:
         return value
 
     def count(self, name: str, default: int) -> int:
-        """The value of a key, or the default. Raises ConvertError unless it is an integer from 0
-        on."""
+        """The value of a key, or the default. Raises ConvertError unless it is a nonnegative
+        integer."""
         value = self._first((name,), default)
         if type(value) is not int or value < 0:
             raise ConvertError(f"{self._where}: {name} is {value!r}; expected an integer from 0 on")

@@ -304,7 +304,7 @@ def _read_published(
 ) -> ForeignModel | None:
     """Read a model whose format determines the computation; None if the model has another format.
     With `by_role_else`, the result is also None if no reader supports the model's Hugging Face
-    family. If there are several weight files, `weights` is used."""
+    family. If a Hugging Face folder has several weight files, the one called `weights` is read."""
     if source.is_file():
         own = read_llama2c(source) or read_nanogpt(source)
         return own or nanochat.read_nanochat(source, context_length)

@@ -52,7 +52,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 it either."""
 
 UNUSED = ("name", "hf_config", "rope_n_elem", "sliding_window_indices")
-"""Keys that are not read, because they do not change the computation by themselves."""
+"""Keys that are not read, because they do not change the computation on their own."""
 
 
 def read_litgpt(folder: Path) -> ForeignModel:

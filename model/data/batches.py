@@ -8,8 +8,8 @@ as one batch of B * A or as A batches of B, in one process or in several. The se
 depends only on (seed, sequence number).
 
 The text is not copied: a window is read from the shard, document by document. Each document takes 8
-bytes of memory, plus 16 for each pass in memory, of which there are at most two. Opening scans the
-shard once for the ends of documents.
+bytes of memory, plus 16 bytes for each pass in memory. At most two passes are in memory. `Batches`
+scans the shard once, when it is created, to find the ends of documents.
 
 Shapes: B sequences, T = window.
 """
@@ -68,7 +68,7 @@ class Batches:
         return self._read(drawn, place % (self._shard.count - self._window), self._window + 1)
 
     def _read(self, drawn: _Pass, place: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` tokens from `place` on, in the order of a pass."""
+        """`count` tokens that begin at `place`, in the order of a pass."""
         parts = []
         index = int(np.searchsorted(drawn.ends, place, side="right"))
         while count:

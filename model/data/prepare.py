@@ -5,7 +5,7 @@
   data/val.tokens           shard of validation text
   data/data.json            description of the text and of the tokenizer, without its ranks
 
-END_OF_TEXT separates documents. The vocabulary is learned only from the training side. The text is
+END_OF_TEXT separates documents. The vocabulary is learned only from the training text. The text is
 read as a stream three times: to plan the split, to learn a vocabulary, and to tokenize the text.
 Memory grows by a few bytes per document.
 """

@@ -33,9 +33,9 @@ def reuse_shards(
     val_fraction: float,
     writers: Mapping[Side, ShardWriter],
 ) -> int:
-    """Copy the ids of shards to the training and validation sides. Returns the number of documents.
-    Raises DataError if a shard is damaged, belongs to another tokenizer, or has an id outside the
-    vocabulary."""
+    """Copy the ids of shards to the new training and validation shards. Returns the number of
+    documents. Raises DataError if a shard is damaged, belongs to another tokenizer, or has an id
+    outside the vocabulary."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None

@@ -1,12 +1,13 @@
 """Split: the part of each document that is trained on, and the part that is held out.
 
-The held-out share is measured in bytes. A document larger than the whole held-out share is divided,
-and its end is held out. Every other document is either trained on or held out as a whole, depending
-on its lot: a number derived from the sha256 of its content. The documents with the lowest lots are
-held out. So two equal documents are on the same side, and when documents are added, few others
-change sides. (For Python's own text the lot is computed from the file's name, because contents
-change between Python versions. That text has three pairs of equal files, 700 bytes in all; the two
-files of a pair may end up on different sides.)
+The held-out share is measured in bytes. A document larger than the whole held-out share is divided
+(see SHORTEST_END for an exception), and its end is held out. Every other document is either trained
+on or held out as a whole, depending on its lot: a number derived from the sha256 of its content.
+The documents with the lowest lots are held out. So two equal documents are on the same side
+(training or validation), and when documents are added, few others change sides. (For Python's own
+text the lot is computed from the file's name, because contents change between Python versions. That
+text has three pairs of equal files, 700 bytes in all; the two files of a pair may end up on
+different sides.)
 """
 
 import hashlib
@@ -21,14 +22,15 @@ from logitd.model.data.sources.document import Document
 
 Side = Literal["train", "val"]
 SHORTEST_END = 1000
-"""A document is divided if its held-out end has at least this many bytes (or ids). A shorter
-document is held out whole, unless that would hold out at least twice the share."""
+"""Minimum number of bytes (or ids) in the held-out end of a divided document. If the end would be
+shorter, the document is divided only if it and its copies are together at least twice as large as
+the held-out share."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The division of a text. Documents with a lot in `divided` are trained on except for their
-    end. The others are held out if their lot is less than `below`."""
+    """The division of a text. Documents whose lot is in `divided` are trained on except for their
+    end. All other documents are held out if their lot is less than `below`."""
 
     val_fraction: float
     divided: frozenset[int]

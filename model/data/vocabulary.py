@@ -50,7 +50,7 @@ def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
 
 
 def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> list[int]:
-    """The ids of a piece of text. Raises DataError if the vocabulary lacks a part of it."""
+    """The ids of a piece of text. Raises DataError if the vocabulary cannot encode it."""
     try:
         return tokenizer.encode(piece, special_ids=special_ids)
     except TokenizerError as error:
@@ -58,8 +58,8 @@ def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> li
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
-    """Raise DataError unless decoding returns the encoded text. A word-level vocabulary loses white
-    space, so for it the decoded text only has to encode to the same ids."""
+    """Raise DataError unless decoding returns the encoded text. With a word-level vocabulary, white
+    space is lost, so the decoded text only has to encode to the same ids."""
     ids = encode(tokenizer, piece)
     text = tokenizer.decode(ids)
     if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:

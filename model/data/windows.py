@@ -63,7 +63,8 @@ def validation_windows(
     shard: Shard, tokenizer: Tokenizer, *, window: int, batch_size: int, batches: int | None
 ) -> Windows:
     """The windows of an evaluation during training, the same each time: all windows of the text, or
-    as many as fill `batches`, spread evenly over it. An incomplete last window is omitted."""
+    at most `batches` batches of windows that are spread evenly over it. An incomplete last window
+    is omitted."""
     every = (shard.count - 1) // window
     count = every if batches is None else min(every, batches * batch_size)
     starts = [index * every // count * window for index in range(count)]

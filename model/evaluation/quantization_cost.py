@@ -1,8 +1,8 @@
 """QuantizationCost: how much the loss of a model increases because its weights, or its keys and
 values, are quantized.
 
-The banner, /info and the log of a server show these figures. `quantization_loss.py` measures the
-loss, `held_out.py` chooses the text.
+A server reports the increase in its banner, in /info and in its log. `quantization_loss.py`
+measures the loss, and `held_out.py` chooses the text.
 """
 
 from collections.abc import Mapping

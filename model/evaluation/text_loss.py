@@ -88,9 +88,9 @@ def text_loss(
 ) -> TextLoss:
     """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
 
-    By default `stride` is the context length. `log` gets a line when kernels are built. The number
-    of torch's threads is restored at the end. Raises CheckpointError, DeviceError, KernelError and
-    DataError.
+    By default `stride` is the context length. `log` is called with a line when kernels are built.
+    The number of torch's threads is restored at the end. Raises CheckpointError, DeviceError,
+    KernelError and DataError.
     """
     placement = training_placement(device, dtype, threads)
     check_kv_cache_dtype(kv_cache_dtype, placement.device)

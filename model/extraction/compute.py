@@ -31,8 +31,8 @@ from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""The default number of slots is the number of blocks in a step of the server's default size, so
-prompts of one block each can fill such a step."""
+"""The default number of slots is the server's default number of positions in a step, divided by
+BLOCK. So even prompts of only BLOCK positions each can fill such a step."""
 PREFILL_CHUNK = 1024
 """Number of positions in a step on a CPU: more than in a server, because no client waits for a
 token. On a GPU the results may depend on this number, so the server's default is used there."""

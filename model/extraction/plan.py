@@ -73,8 +73,9 @@ class Survey:
 
 
 def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -> Windows:
-    """Windows as long as the model's context. If `predicts`, a counted token needs another token
-    before it in the window. Raises ExtractionError for a stride that would leave tokens out."""
+    """Windows as long as the model's context. If `predicts`, the values of a counted token are
+    predictions of it, so the window must have a token before it. Raises ExtractionError for a
+    stride that would leave tokens out."""
     widest = context_length - 1 if predicts else context_length
     stride = widest if stride is None else stride
     if not 1 <= stride <= widest:
@@ -116,7 +117,7 @@ class DataReader:
             yield piece
 
     def survey(self) -> Survey:
-        """The survey, after the last document."""
+        """The survey of the documents. Call this after reading the last one."""
         return Survey(self._digest.hexdigest(), self.documents, self.bytes)
 
 
@@ -137,9 +138,9 @@ def units_of(
     *,
     special_ids: bool = False,
 ) -> Iterator[Unit]:
-    """The units from `begin` on. `begin` is the (document, position) at which the last finished
-    unit ended. Earlier documents are read but not encoded. Raises DataError for text that the
-    vocabulary cannot encode.
+    """The units whose first counted token is at or after `begin`, the (document, position) at which
+    the last finished unit ended. Earlier documents are read but not encoded. Raises DataError for
+    text that the vocabulary cannot encode.
     """
     for number, name, pieces in reader:
         if number < begin[0]:

@@ -26,7 +26,8 @@ def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
     """Connect to the cluster at `address` until the end of the block.
 
     `address` is host:port, "auto" for the cluster of this machine, or "local", which starts Ray
-    here and ends it with the block. Raises ExtractionError if the cluster cannot be joined.
+    here and stops it at the end of the block. Raises ExtractionError if the cluster cannot be
+    joined.
     """
     if address not in (LOCAL, "auto"):
         _require_listener(address)

@@ -55,7 +55,7 @@ class ExtractionRequest:
     top_k         number of likeliest tokens per row of logprobs or lens; 0 means LENS_TOP_K for the
                   lens
     lens          extract the lens instead of logprobs
-    stride        tokens between the starts of two windows; None: as many as possible
+    stride        tokens between the starts of two windows; None: the largest possible number
     shard_tokens  maximum number of tokens per shard, counted before sampling; None: the quantity's
                   default
     stored_dtype  dtype of the values of stages

@@ -1,7 +1,8 @@
 """ActivationCache: the tensors of a run, by the names of their hook points.
 
-The methods have the names, arguments and results of TransformerLens' class: they take the residual
-stream apart, scale the parts by the cached scale of a norm, and read logits from them.
+The methods have the names, arguments and results of TransformerLens' class: they decompose the
+residual stream, divide the parts by the cached scale of a norm, and compute the parts'
+contributions to logits.
 
 Shapes: B sequences, T positions, C = d_model. Stacks of parts are (parts, B, T, C).
 """

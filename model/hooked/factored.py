@@ -122,7 +122,7 @@ class FactoredMatrix:
 
     @property
     def Vh(self) -> Tensor:
-        """TransformerLens' older name for `V`. In spite of this name, it is not transposed."""
+        """TransformerLens' older name for `V`. Despite this name, it is not transposed."""
         return self.V
 
     def norm(self) -> Tensor:

@@ -56,7 +56,7 @@ the setting. All of these settings are off by default."""
 INPUTS = ("attn_in", "q_input", "k_input", "v_input")
 
 OVER_HEADS = frozenset((*INPUTS, "q", "k", "v", "z", "rot_q", "rot_k", "result"))
-"""Points with the axis of positions third from the end. All other points have it second from the
+"""Points whose axis of positions is third from the end. For all other points, it is second from the
 end."""
 
 

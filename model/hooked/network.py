@@ -1,7 +1,8 @@
 """A GPT with hook points: a copy of a served model's weights, in float32 or wider.
 
-`hooked_copy` replaces the norms and embeddings of a `GPT` by modules with hook points; the weights
-of a float32 model are shared. `tap.py` calls all other points; `folding.py` processes the weights.
+`hooked_copy` replaces the norms and embeddings of a `GPT` with modules that have hook points; the
+weights of a float32 model are shared. `tap.py` calls all other points; `folding.py` processes the
+weights.
 
 Shapes: B sequences, T positions, C = d_model, V = vocab_size.
 """

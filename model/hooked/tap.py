@@ -1,7 +1,7 @@
 """PointTap: calls the hook points inside a forward pass of a hooked copy.
 
 `run` is the forward pass. In it, `GPT.transform` calls a `PointTap`, which calls most points, with
-the axes in the order of TransformerLens; norms and embeddings call their own points (`network.py`).
+the axes in TransformerLens' order; norms and embeddings call their own points (`network.py`).
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, C = d_model, S keys.
 """
@@ -26,8 +26,8 @@ class StopForward(Exception):
 
 
 class PointTap:
-    """A tap that passes every stage through its hook points, with the axes in the order of
-    TransformerLens.
+    """A tap that passes every stage through its hook points, with the axes in TransformerLens'
+    order.
 
     ids   token ids (B, T)
     real  (B, T), False for padding that attention must not see; None: no such padding

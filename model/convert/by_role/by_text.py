@@ -126,9 +126,10 @@ class ByText:
 
     def _objection(self, best: Computation, loss: float) -> str:
         """The reason why the loss is not evidence for the variant; "" if it is evidence. The loss
-        must be below the loss of bigram counts. If the variant has unusual values and the file
-        states no loss, it must be below the loss of trigram counts. This is not required of every
-        variant, because a model that learned little may not reach that loss."""
+        must agree with the loss that the file states, if any, and be lower than that of a bigram
+        model. If the variant has unusual values and the file states no loss, the loss must be lower
+        than that of a trigram model. Not every variant has to meet this condition, because a model
+        that learned little may not."""
         text, penalties = self._text, self._search.score(best, "full")
         error = 0.0
         if penalties is not None and len(penalties) > 1:
@@ -217,8 +218,9 @@ class ByText:
             )
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
-        """The other values of a field with their losses. If the field is ambiguous and a loss is
-        close to the best loss, these two losses are measured again on more of the text."""
+        """The other values of a field with their losses. If the field is ambiguous and the loss of
+        a value is only slightly higher than the loss of `best`, these two losses are measured again
+        on more of the text."""
         alternatives = []
         for other in self._search.neighbors(best, name):
             worse, clear = self._search.compare(other, best)
@@ -271,8 +273,8 @@ def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjectiv
 
 
 def compared_with_chance(loss: float, text: TextObjective) -> str:
-    """A sentence that compares a model's loss with the losses of unigram, bigram and trigram
-    counts. A model should have a lower loss than these."""
+    """A sentence that compares a model's loss with the losses of unigram, bigram and trigram models
+    on the same text. A trained model should have a lower loss than these."""
     stated = text.stated
     agrees = "" if stated is None else f"; the file states {stated.name} {stated.nats:.4f}"
     return (

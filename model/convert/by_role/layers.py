@@ -136,8 +136,8 @@ class Layers:
 
 
 _Lists = defaultdict[str, defaultdict[int, dict[str, Shape]]]
-"""Shapes by three keys: the text before the first number in a tensor's name, the number, and the
-text after the number."""
+"""Shapes of tensors, nested under three keys: the text before the first number in a tensor's name,
+the number, and the text after the number."""
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _M
 
 
 def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:
-    """The TensorMap that a map file describes. The tensors' names show the numbers of layers and
-    heads. `ignored` are tensors that are known not to be weights. Raises ConvertError if a name in
-    the file matches no tensor.
+    """The TensorMap that a map file describes. The numbers of layers and heads are determined from
+    the tensors' names. `ignored` are tensors that are known not to be weights. Raises ConvertError
+    if a name in the file matches no tensor.
     """
     weights = {role for role, part in file.names if part == "weight"}
     attention = () if "qkv" in weights else SEPARATE

@@ -1,9 +1,9 @@
-"""N-grams: estimates the losses of bigram and trigram counts on a text. A model should beat them.
+"""N-grams: estimates the losses of n-gram models on a text. A trained GPT should have a lower loss.
 
 Wrong variants of a trained model still predict the frequencies of single tokens, and often of some
-pairs of tokens. The right variant predicts better than counts of pairs and triples, unless the
-model learned little. So the loss of a variant is evidence only if it is lower than the loss of
-these counts. `by_text.py` compares the two.
+pairs of tokens. The right variant predicts the text better than bigram and trigram models do,
+unless the GPT learned little. So the loss of a variant is evidence only if it is lower than the
+losses of these models. `by_text.py` compares them.
 """
 
 from collections.abc import Sequence

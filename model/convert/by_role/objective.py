@@ -24,12 +24,13 @@ from logitd.model.transformer.gpt import GPT
 
 Effort = Literal["quick", "full", "thorough"]
 TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
-"""Maximum number of predicted tokens of a text, by effort."""
+"""Maximum number of predicted tokens of a text, for each level of effort."""
 SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
-"""Approximate time limits in seconds, by effort. A slow model predicts fewer tokens."""
+"""Approximate time limit in seconds for each level of effort. A slow model predicts fewer
+tokens."""
 WINDOW_TOKENS = 128
 MARGIN_ERRORS = 2.0
-"""A model's loss must be lower than the loss of bigram or trigram counts by at least this many
+"""A variant's loss must be lower than the loss of a bigram or trigram model by more than this many
 standard errors."""
 FEWEST_LINES = 30
 SAMPLE_TOKENS = 64
@@ -82,9 +83,9 @@ class TextObjective:
     """The loss on windows (W, T + 1) of a text's ids. Shorter windows are padded with -1.
 
     distinct   number of predicted tokens; a token in several windows counts once
-    counts     losses of unigram, bigram and trigram counts; None if the text has too few tokens
+    counts     losses of unigram, bigram and trigram models; None if the text has too few tokens
     stated     loss that the file states
-    tokens     maximum number of predictions, by effort; at least one window is used
+    tokens     maximum number of predictions for each level of effort; at least one window is used
     """
 
     name: str
@@ -126,13 +127,14 @@ class TextObjective:
 
     @property
     def pairs(self) -> float:
-        """The loss of bigram counts, in nats per token; infinite if the text has too few tokens."""
+        """The lower of the unigram and bigram losses, in nats per token; infinite if the text has
+        too few tokens."""
         return math.inf if self.counts is None else self.counts.at(0)
 
     @property
     def triples(self) -> float:
-        """The loss of trigram counts, averaged over a window, in nats per token; infinite if the
-        text has too few tokens."""
+        """The lowest loss that an n-gram model up to trigrams reaches, averaged over a window, in
+        nats per token; infinite if the text has too few tokens."""
         return math.inf if self.counts is None else self.counts.over(self.windows.shape[1] - 1)
 
 
@@ -189,7 +191,7 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
 class LogitsObjective:
     """The largest difference from the logits (B, T, V) that the owner's code computes.
 
-    name        the owner's code, for messages
+    name        the owner's code as FILE.py:EXPRESSION, for messages
     log_probs   True if the owner's code returns log-probabilities instead of logits
     """
 

@@ -23,8 +23,8 @@ from logitd.model.owner_code.job import TIMEOUT_SECONDS, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24
-"""Length of each of the two sequences of ids. If the context length is smaller, it is used
-instead."""
+"""Length of each of the two sequences of ids. If the context length is smaller, the sequences have
+that length instead."""
 CAUSAL_TOLERANCE = 1e-3
 """If a different last id changes the logits of earlier positions by at most this, the change is
 attributed to rounding."""

@@ -33,8 +33,8 @@ from logitd.model.convert.foreign import ConvertError
 
 MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024
-"""Context length if nothing in the file shows it. The number does not change the computation, but
-the model's output is poor at positions beyond those that it was trained on."""
+"""Context length that is assumed if nothing in the file shows it. The number does not change the
+computation, but the model's output is poor at positions beyond those that it was trained on."""
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 

@@ -1,9 +1,9 @@
 """Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2, Qwen3,
 nanochat.
 
-Configurations in the old and the new form are translated to a `GPTConfig`. A value that a
-`GPTConfig` cannot express is refused. `layouts.py` has the names of tensors, `rope.py` reads rotary
-positions, and `hf/tokenizer.py` reads tokenizers.
+Configurations written by transformers 5 or by earlier versions are translated to a `GPTConfig`. A
+value that a `GPTConfig` cannot express is refused. `layouts.py` has the names of tensors, `rope.py`
+reads rotary positions, and `hf/tokenizer.py` reads tokenizers.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,8 +65,8 @@ Shape = tuple[GPTConfig, set[str]]
 
 
 def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
-    """Read a folder written by `save_pretrained`. If the folder has several weight files, `named`
-    is used. Raises ConvertError."""
+    """Read a folder written by `save_pretrained`. If the folder has several weight files, the one
+    called `named` is read. Raises ConvertError."""
     where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(

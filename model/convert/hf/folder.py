@@ -16,8 +16,8 @@ file."""
 
 
 def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:
-    """Open the tensors of a folder. If the folder has several weight files, `named` takes
-    precedence. Raises ConvertError."""
+    """Open the tensors of a folder. If the folder has several weight files, the one called `named`
+    is opened. Raises ConvertError."""
     for name in (named, WEIGHTS, PICKLE):
         index = folder / f"{name}{INDEX}"
         if (folder / name).is_file():

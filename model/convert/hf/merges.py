@@ -11,7 +11,7 @@ piece of the text: tiktoken looks up whole pieces first, and so does Hugging Fac
 `ignore_merges` is set.
 
 Merges and `tokenizer.json` spell bytes as GPT-2 does: printable bytes as themselves, all other
-bytes as characters from U+0100 on.
+bytes as the characters from U+0100 to U+0143.
 """
 
 from collections.abc import Iterable, Mapping

@@ -194,5 +194,5 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
 
 
 def is_byte_level(table: Table) -> bool:
-    """True if the table's texts include the spelling of every byte."""
+    """True if the table's texts include GPT-2's spelling of every byte (`hf/merges.py`)."""
     return set(BYTE_CHARACTERS.values()) <= set(table.texts.values())

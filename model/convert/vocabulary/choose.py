@@ -6,8 +6,9 @@ disagree, the user must choose. The first note names the source of the chosen vo
 
 A vocabulary may not have more ids than the embedding has rows. It may have fewer ids in two cases:
 the other rows may be padding (to a multiple of 8, 16, 32, 64 or 128, or at most 2 % of the rows),
-or the model's settings state this number of ids. Any other vocabulary is damaged or belongs to
-another model.
+or the model's settings state this number of ids. Any other vocabulary is refused, because it is
+probably damaged or belongs to another model. The user can allow one with fewer ids than rows
+(--unused-rows).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -74,8 +74,8 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
 
 
 def table_of_lines(raw: bytes, path: Path) -> Table:
-    """Read a file that has one token per line, either in the order of ids or with the id after the
-    token. Raises ConvertError."""
+    """Read a file that has one token per line, either sorted by id or with the id after the token.
+    Raises ConvertError."""
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

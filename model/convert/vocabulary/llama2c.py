@@ -1,10 +1,10 @@
 """llama2.c's `tokenizer.bin`: SentencePiece's byte pairs with scores.
 
 llama2.c starts from whole characters and repeatedly merges the two neighbors whose joined text has
-the highest score. A character without a token is encoded as single bytes. For characters of one
-byte, tiktoken's algorithm gives the same result if the ids are in the order of the scores. The
-imported split pattern makes each character of several bytes a separate piece. This gives the same
-ids unless a longer token contains such a character; then the vocabulary is refused.
+the highest score. A character without a token is encoded as one token per byte. For single-byte
+characters, tiktoken's algorithm gives the same result if the ids are ordered by score. The imported
+split pattern makes each multi-byte character a separate piece. This gives the same ids unless a
+longer token contains such a character; in that case, the vocabulary is refused.
 """
 
 import re

@@ -4,7 +4,7 @@ gpt2, cl100k_base, o200k_base     a published encoding
 FILE                              any file that `files.py` reads
 characters:TEXT[,first=N,last=N]  the sorted characters of a text, as in `sorted(set(text))`, with N
                                   additional ids before or after them
-words:FILE[,first=N,last=N]       one word per line, or a JSON list, in the order of ids
+words:FILE[,first=N,last=N]       one word per line, or a JSON list, sorted by id
 bytes[,first=N,last=N]            the 256 bytes in order
 printable[,first=N,last=N]        the 100 characters of Python's `string.printable`, in that order
 ascii[,first=N,last=N]            the 95 characters from space to ~, in order

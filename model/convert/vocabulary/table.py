@@ -44,7 +44,7 @@ class Table:
     strings  pairs of texts to merge, in order of priority
     pattern  split pattern, if it is stored
     special  names that the source lists as special tokens
-    ranked   True if the texts are byte sequences that tiktoken merges in the order of ids
+    ranked   True if the texts are byte sequences and their ids are tiktoken's ranks
     """
 
     texts: Texts
@@ -119,8 +119,8 @@ def _entry(key: Any, value: Any) -> _Entry | None:
 
 
 def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
-    """Choose the first vocabulary; dictionaries come before lists. Raises ConvertError if another
-    vocabulary contradicts it. A list may lack some texts of a dictionary, but may not have
+    """Choose the first vocabulary; dictionaries are preferred to lists. Raises ConvertError if
+    another vocabulary contradicts it. A list may lack some texts of a dictionary, but may not have
     additional texts."""
     ordered = [entry for entry in entries if entry.ordered]
     lists = [entry for entry in entries if not entry.ordered]

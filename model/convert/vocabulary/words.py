@@ -1,8 +1,8 @@
 """Words: builds tokenizers from vocabularies of characters or whole words, with special tokens.
 
 Names of special tokens are recognized by their markup (`<unk>`, `[PAD]`, `__eos__`); names without
-markup, such as `PAD`, are in a short list. Ids without a text get a generated name, so that every
-id up to the last one has a token.
+markup, such as `PAD`, are recognized only if they are in a short list. Ids without a text get a
+generated name, so that every id up to the last one has a token.
 
 Vocabularies of characters, as in nanoGPT's `meta.pkl`: the split pattern divides a text into
 characters. A piece of the text that is a token is looked up without merging, so the parts of a
@@ -103,8 +103,8 @@ def end_name(special: Collection[str]) -> str:
 
 
 def with_all_bytes(ranks: Mapping[bytes, int], size: int) -> dict[bytes, int]:
-    """The ranks, completed with the bytes that the vocabulary lacks. These bytes get ranks from
-    `size` on (see `Tokenizer`)."""
+    """The ranks, and additional ranks for the bytes that the vocabulary lacks. The additional ranks
+    begin at `size` (see `Tokenizer`)."""
     missing = (byte for byte in map(bytes, zip(range(256))) if byte not in ranks)
     return {**ranks, **{byte: size + index for index, byte in enumerate(missing)}}
 
@@ -206,8 +206,8 @@ def _torn(cut: str, words: Iterable[str]) -> list[str]:
 
 def _refuse_ambiguous(words: Collection[str], where: str) -> None:
     """Raise ConvertError if some text could be encoded in two ways. This can happen if a token of
-    several words begins with another token, and the word that follows it there is the first word
-    of any token."""
+    several words begins with a shorter token, and the next word of the longer token is also the
+    first word of some token."""
     split = sorted(tuple(word.split(" ")) for word in words)
     known, firsts = set(split), {parts[0] for parts in split}
     for parts in split:

@@ -37,7 +37,8 @@ class Downloading:
 
 @dataclass(frozen=True)
 class Downloaded:
-    """Event and result: the text is in the cache, fetched now or earlier."""
+    """Event, and the result of `download`: the text is in the cache. It was fetched in this call
+    or, if `from_cache`, in an earlier one."""
 
     url: str
     size: int  # bytes

@@ -5,7 +5,7 @@
   *.tokens               shards of a run, which need no tokenizing
   anything else          files, folders and globs (`files.py`)
 
-All values together make one text. Only the beginning of each file is read here.
+All values together make up one text. Only the beginning of each file is read here.
 """
 
 import sysconfig

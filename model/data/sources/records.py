@@ -1,8 +1,8 @@
 """Records: JSON, CSV and Parquet, one document per record.
 
-The error for an invalid record names its line or row. Empty lines and empty texts are skipped. A
-command that has no flag for the field passes None, which means "text". Parquet needs pyarrow, an
-optional dependency.
+The error for an invalid record names its line or row. Empty lines and empty texts are skipped. For
+a command without the flag --text-field, the field is None: the text is then in the field "text",
+and error messages do not mention the flag. Parquet needs pyarrow, an optional dependency.
 """
 
 import csv
