@@ -158,7 +158,8 @@ class Tokens:
         return self._tokenizer.decode(ids.reshape(-1).tolist())
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> Any:
-        """The text of each token of a text or of ids; for a list of texts, a list of lists."""
+        """The text of each token in a text or in ids. For a list of texts, returns a list of
+        lists."""
         if isinstance(input, list):
             return [self.to_str_tokens(each, prepend_bos) for each in input]
         if isinstance(input, str):

@@ -4,8 +4,8 @@ memory.
 llguidance 1.9.1 does not bound the cost of every grammar: a chain of a thousand rules in brackets
 overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and a few kilobytes of
 `.?` take a gigabyte of memory. A thread cannot be stopped, and a crash in it ends the server. So
-each source is compiled twice: first on trial in a process, then in the server, because a matcher
-cannot be sent between processes.
+each source is compiled twice: first as a trial in a separate process, then in the server, because a
+compiled matcher cannot be sent between processes.
 
 The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits on
 memory, stack size and processor time. It answers on its own socket, and ends when its client
