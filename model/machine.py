@@ -32,8 +32,8 @@ instructions for the dtype is very slow."""
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes read per second, and operations of matrix products per second. A multiplication and an
-    addition are two operations."""
+    """Bytes read per second, and floating-point operations per second in matrix products. A
+    multiplication and an addition are two operations."""
 
     read_bandwidth: float
     matrix_rate: float

@@ -74,7 +74,8 @@ class Tokens:
         padding if `padding_side` is "left".
 
         Raises InvalidRequest for an empty input, for ids outside the vocabulary, and for a mask
-        whose shape differs from that of the ids. Also raises ContextLengthExceeded.
+        whose shape differs from that of the ids. Also raises ContextLengthExceeded for a row
+        longer than the context.
         """
         texts = [input] if isinstance(input, str) else input
         if isinstance(texts, list | tuple) and texts and isinstance(texts[0], str):

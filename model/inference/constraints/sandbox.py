@@ -37,7 +37,8 @@ from logitd.model.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[4]
 MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
-"""Stack size of a trial. It is smaller than the stack of a server's thread."""
+"""Stack size of a trial. It is smaller than the stack of a server's thread, so a source that would
+overflow the server's stack fails in its trial."""
 MEMORY_BYTES = 2**24
 """Address space that a trial may add to its process. Ordinary sources need a tenth of it. The
 server needs as much memory as the trial for each sequence with the constraint. The limit also

@@ -215,8 +215,8 @@ class OutputsComputer:
         self, chunk: PrefillChunk, output: Output, offsets: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Final hidden states (P, d_model) of a chunk, and the values for its output: streams
-        (layers, P, d_model), attention weights (P, layers, heads, T), or the hidden states
-        again."""
+        (layers, P, d_model), attention weights (P, layers, heads, T), or, for logits, the same
+        hidden states."""
         states, weights = isinstance(output, HiddenStates | Lens), None
         if isinstance(output, AttentionWeights):
             length = len(chunk.sequence.request.token_ids)

@@ -28,7 +28,7 @@ ids, so ties share a rank.
 A row's result depends on that row alone. Most rows need only steps 7 to 11, which
 `model/inference/sampling/sample.py` and the native decoder compute from the records of
 `SamplingState`. For the other rows the sampler gets the text (`RowContext`). The sampler does not
-know stop strings, and the masks of a constraint come from its matcher
+handle stop strings, and the masks of a constraint come from its matcher
 (`model/inference/constraints/compiler.py`).
 """
 

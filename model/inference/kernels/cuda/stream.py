@@ -29,7 +29,7 @@ them."""
 
 
 class Stream(Protocol):
-    """A queue of work for a device, done in order."""
+    """A queue of work for a device, which runs the work in order."""
 
     def record(self, compute: Compute, undo: Compute) -> Compute:
         """Return a function that queues the work of `compute`, which uses tensors at fixed
