@@ -47,8 +47,8 @@ class Operations:
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     def plan(self, name: str, /, **fields: Any) -> Plan:
-        """Make the plan of a request. If the plan depends on results of other engine requests,
-        these are computed first."""
+        """Make the plan of a request. If the plan depends on the results of engine requests, those
+        requests are computed first."""
         refuse(fields, *SERVER_FIELDS)
         operation = BY_NAME[name]
         body = parse(operation.body, fields)

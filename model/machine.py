@@ -26,14 +26,14 @@ REPEATS = 8
 WAKING_SECONDS = {"cpu": 0.0, "cuda": 0.5}
 """Minimum duration of a measurement: an idle GPU raises its clock gradually."""
 ENOUGH_SECONDS = 4.0
-"""A measurement ends after this time even if fewer runs were made, because a machine without
+"""A measurement ends after this time, even with fewer than REPEATS runs, because a machine without
 instructions for the dtype is very slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes read per second, and operations of matrix products per second. A multiplication and an
-    addition are two operations."""
+    """Bytes read per second, and floating-point operations per second in matrix products. A
+    multiplication and an addition are two operations."""
 
     read_bandwidth: float
     matrix_rate: float

@@ -66,5 +66,5 @@ def format_bytes(count: int) -> str:
 
 
 def free_of(memory: Available) -> str:
-    """A clause for messages that gives the free and the total memory."""
+    """A clause for messages that states the free and the total memory."""
     return f"{memory.name} has {format_bytes(memory.free)} free of {format_bytes(memory.total)}"

@@ -74,7 +74,8 @@ class Tokens:
         padding if `padding_side` is "left".
 
         Raises InvalidRequest for an empty input, for ids outside the vocabulary, and for a mask
-        whose shape differs from that of the ids. Also raises ContextLengthExceeded.
+        whose shape differs from that of the ids. Also raises ContextLengthExceeded for a row
+        longer than the context.
         """
         texts = [input] if isinstance(input, str) else input
         if isinstance(texts, list | tuple) and texts and isinstance(texts[0], str):
@@ -158,7 +159,8 @@ class Tokens:
         return self._tokenizer.decode(ids.reshape(-1).tolist())
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> Any:
-        """The text of each token of a text or of ids; for a list of texts, a list of lists."""
+        """The text of each token in a text or in ids. For a list of texts, returns a list of
+        lists."""
         if isinstance(input, list):
             return [self.to_str_tokens(each, prepend_bos) for each in input]
         if isinstance(input, str):

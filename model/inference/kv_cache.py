@@ -245,7 +245,7 @@ class KVCache:
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Zeros that, on a CPU, take memory only when they are written to. `torch.zeros` writes all of
-    them: with it, a server of GPT-2 with 64 slots took 2.3 GiB before its first request.
+    them: with it, a server running GPT-2 with 64 slots took 2.3 GiB before its first request.
 
     The memory uses small pages. Large pages would make a step 1 to 2 % faster (7 % for a small
     model), but the first prompt in a slot 50 % slower.

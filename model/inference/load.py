@@ -75,9 +75,10 @@ def load_model(
     frees (`keep_freed_memory`). The thread that computes must set the number of torch's threads
     (`use_threads`).
 
-    Calls `log` with a line of text for the chosen checkpoint of a run, before it runs the owner's
-    code, and if native kernels are built. Raises CheckpointError and KernelError. Also raises
-    DeviceError, before it reads the weights, if the weights and the `slots` do not fit into memory.
+    Calls `log` with a line of text when it has chosen the checkpoint of a run, before it runs the
+    owner's code, and before it builds native kernels. Raises CheckpointError and KernelError. Also
+    raises DeviceError, before it reads the weights, if the weights and the `slots` do not fit into
+    memory.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Memory of slots: the size of a slot and of a step, and the number of slots that fit next to the
+"""Memory of slots: the size of a slot and of a step, and the number of slots that fit alongside the
 weights.
 
 These are computed from shapes. `model/memory.py` computes the memory of a device and of a model.

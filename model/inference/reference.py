@@ -1,7 +1,7 @@
-"""Reference: generates tokens by the plain definition, as the oracle for the engine's tests.
+"""Reference: generates tokens directly from the definitions, as the oracle for the engine's tests.
 
-It computes one sequence at a time without a cache, running all tokens through the plain forward
-pass for every new token, and samples on Python lists. It shares only the random numbers with the
+It computes one sequence at a time without a cache: for every new token, it runs a plain forward
+pass over all tokens. It samples on Python lists. It shares only the random numbers with the
 engine (`model/inference/sampling/philox.py`).
 """
 

@@ -60,8 +60,8 @@ def gpt_only(config: ModelConfig, what: str) -> GPTConfig:
 
 
 def lens_layers(config: ModelConfig) -> int:
-    """Number of streams that a lens can read. Raises InvalidRequest if an owner's code was imported
-    without naming its final norm and head."""
+    """Number of streams that a lens can read. Raises InvalidRequest if the owner's code computes
+    the model, and its final norm and head were not named when the code was imported."""
     if isinstance(config, CodeConfig) and config.lens is None:
         raise InvalidRequest(
             f"this model is computed by its owner's code ({config.code}), and its final norm and "

@@ -168,7 +168,7 @@ class GrowingReply:
 
     @property
     def seed(self) -> int | None:
-        """The seed of all prompts; None if they differ."""
+        """The seed of all prompts; None if the prompts have different seeds."""
         seeds = {request.params.seed for request in self._plan.requests}
         return seeds.pop() if len(seeds) == 1 else None
 

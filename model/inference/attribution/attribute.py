@@ -61,9 +61,9 @@ class Attributing:
 
 
 class _Prompt:
-    """A prompt and its task. If the generator were a method of `Attributing`, the two would form a
-    reference cycle, and only the garbage collector would free the tensors of a dropped
-    attribution."""
+    """A prompt, its task, and the generator of its pieces. If `pieces` were a method of
+    `Attributing`, the object and its generator would form a reference cycle, and only the garbage
+    collector would free the tensors of a dropped attribution."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None

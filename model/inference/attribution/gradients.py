@@ -17,7 +17,7 @@ float64 for a float64 model. Parameters get no gradients. Texts are computed one
 same operations, so the bits of one text do not depend on other texts.
 
 Shapes: T positions of the text, C = d_model, V = vocab_size. T includes padding after the position
-of the target, which changes no result.
+of the target, which does not affect any result.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -183,8 +183,8 @@ class TextPasses:
 
 
 def threads_keep_bits(gpt: GPT, rows: int) -> bool:
-    """True if a forward and backward pass of one block over this number of rows gives the same bits
-    on one thread as on all of torch's threads."""
+    """True if a forward and backward pass of one block over this number of rows produces the same
+    bits on one thread as on all of torch's threads."""
     passes, layer = TextPasses(gpt, [0] * rows, 0), gpt.config.n_layer - 1
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, rows, gpt.config.d_model, generator=generator).to(passes.dtype)

@@ -111,10 +111,10 @@ class Attribution:
     token_id              the token; None if the target is a probe
     logit, minus_logit    logits of the tokens, in float32 arithmetic (float64 in a float64 model);
                           if the target is a probe, `logit` is its value
-    gradient_times_input  a value for each token of the prompt; 0 after the position
+    gradient_times_input  a value for each token of the prompt; 0 after the task's position
     direct                contributions in the order of the forward pass; their sum is the target
     gradients             NumPy arrays (T, ...) of the gradients with respect to stages, by name; 0
-                          after the position
+                          after the task's position
     """
 
     token_id: int | None

@@ -4,9 +4,11 @@ A piece is one block of a forward pass, of a backward pass, or of an ablated for
 piece runs on one thread. It has many small operations, and torch's threads wait for each other
 after each of them: while other processes were busy, a piece took ten times as long on two threads
 as on one. Another benefit of one thread is that the bits do not depend on torch's number of
-threads. The search for the threshold of the parts begins high, because passes with a high threshold
-follow few parts and are fast. It divides the threshold by a constant factor until enough parts are
-kept, then it bisects.
+threads.
+
+The search for the threshold of the parts begins with a high threshold, because passes with a high
+threshold follow few parts and are fast. It divides the threshold by a constant factor until enough
+parts are kept. Then it bisects.
 """
 
 import math

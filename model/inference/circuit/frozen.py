@@ -70,7 +70,7 @@ class Chosen:
 
 
 class Choice:
-    """Chooses the parts that carry more than `threshold` by either gradient.
+    """Chooses the parts that carry more than `threshold` according to either gradient.
 
     count     number of chosen parts
     left_out  sums (G) of the amounts that all other parts carry
@@ -92,7 +92,7 @@ class Choice:
         return kept
 
     def leave_out(self, carried: Tensor) -> None:
-        """Add to `left_out` the amounts `carried` (G, ...) by parts that are not chosen."""
+        """Add `carried` (G, ...), the amounts that unchosen parts carry, to `left_out`."""
         self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
 
     def keep_sublayer(

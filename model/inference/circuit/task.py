@@ -112,8 +112,8 @@ class Circuit:
 
     @property
     def share(self) -> float | None:
-        """The share of (difference - baseline) that the circuit explains; None if the two are
-        equal."""
+        """The share of (difference - baseline) that the circuit explains; None if the difference
+        equals the baseline."""
         return explained_share(
             self.difference - self.baseline, self.left_out, self.left_out_attention
         )

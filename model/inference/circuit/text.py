@@ -30,7 +30,7 @@ from logitd.model.transformer.gpt import GPT
 @dataclass(slots=True)
 class Kept:
     """The result of a backward pass: the chosen heads and neurons, the mask `tokens` (T) of the
-    chosen tokens, and the amount `carried` (G, T) by each token."""
+    chosen tokens, and the amounts `carried` (G, T) that the tokens carry."""
 
     choice: Choice
     tokens: Tensor

@@ -1,1 +1,2 @@
-"""Structured output: limits the next token by a regular expression, a JSON Schema or a grammar."""
+"""Structured output: generates only text that matches a regular expression, a JSON Schema or a
+grammar."""

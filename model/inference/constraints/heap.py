@@ -11,8 +11,8 @@ from pathlib import Path
 TRIM_BYTES = 2**25
 """Growth of the process, in bytes, that triggers a trim. A trim takes about 0.1 s per GiB."""
 ENDS = 64
-"""While lexers are in use, the size of the process is checked only after this many others have been
-freed."""
+"""Number of lexers that are freed between two checks of the process size, while other lexers
+are in use."""
 
 
 class Heap:

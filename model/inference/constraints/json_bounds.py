@@ -4,7 +4,7 @@ A small model often appends digits, letters or items until its tokens run out. S
 the bounds that README.md lists to a schema that lacks them.
 
 Every text that the bounded schema allows is allowed by the original. A schema with `allOf`, with an
-inner `$id`, or with `$ref`, `anyOf` or `oneOf` next to other keywords is left unchanged, because
+inner `$id`, or with `$ref`, `anyOf` or `oneOf` alongside other keywords is left unchanged, because
 its parts may depend on each other. Unknown keywords are ignored here; `json_schema.py` checks the
 schema.
 """

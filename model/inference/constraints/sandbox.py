@@ -4,8 +4,8 @@ memory.
 llguidance 1.9.1 does not bound the cost of every grammar: a chain of a thousand rules in brackets
 overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and a few kilobytes of
 `.?` take a gigabyte of memory. A thread cannot be stopped, and a crash in it ends the server. So
-each source is compiled twice: first on trial in a process, then in the server, because a matcher
-cannot be sent between processes.
+each source is compiled twice: first as a trial in a separate process, then in the server, because a
+compiled matcher cannot be sent between processes.
 
 The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits on
 memory, stack size and processor time. It answers on its own socket, and ends when its client
@@ -37,7 +37,8 @@ from logitd.model.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[4]
 MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
-"""Stack size of a trial. It is smaller than the stack of a server's thread."""
+"""Stack size of a trial. It is smaller than the stack of a server's thread, so a source that would
+overflow the server's stack fails in its trial."""
 MEMORY_BYTES = 2**24
 """Address space that a trial may add to its process. Ordinary sources need a tenth of it. The
 server needs as much memory as the trial for each sequence with the constraint. The limit also

@@ -3,9 +3,9 @@
 The next token of every stream waits for the whole step. `target_gap` limits the time of a step; it
 is in seconds, or a multiple of the time of a decode step. The time that remains after decoding goes
 to prompts, which get at least one whole block of positions. But short chunks are slow: each adds a
-decode step and multiplies few rows. If prompts then arrive faster than they are computed, all
-requests wait for them. So a chunk is never so short that a prompt takes more than MOST_DELAY times
-as long as in chunks of the maximum length.
+decode step and multiplies few rows. If prompts then arrive faster than they are computed, the queue
+grows and all requests are delayed. So a chunk is never so short that a prompt takes more than
+MOST_DELAY times as long as in chunks of the maximum length.
 
 `target_ttft` is the time within which a first token should arrive, not counting the time of its own
 prompt. If waiting prompts would miss it, steps become longer in proportion to the delay, up to
@@ -18,10 +18,11 @@ So a single slow step changes neither. A step computes its chunks in one pass, w
 number of blocks in the chunks plus PASS_WORK. If one pass computed both the chunks and the decode
 rows, the cost of the chunks is the time by which the pass exceeded a step that only decodes. After
 PROBE such steps, a step without prompts measures the decode time again. A wrong cost changes the
-duration of steps but no bits (`model/inference/kernels/README.md`).
+duration of steps, but never the bits of a result (`model/inference/kernels/README.md`).
 
-The budget has no clock and knows no sequences; its callers pass seconds and lengths. These costs do
-not include outputs, because the scheduler limits the number of their elements (`scheduler.py`).
+The budget reads no clock and handles no sequences; its callers pass seconds and lengths. These
+costs do not include outputs, because the scheduler limits the number of their elements
+(`scheduler.py`).
 """
 
 import math
@@ -51,8 +52,9 @@ MOST_DELAY = 1.75
 maximum length. Chosen by simulation, not measured: a lower value lengthens gaps beyond the target,
 and a higher value delays prompts too much."""
 UNNOTICED = 0.04
-"""Minimum gap in seconds if the target is a multiple of decode steps. Small models have steps of a
-millisecond; shorter chunks would delay prompts to save time that no reader notices."""
+"""Minimum gap, in seconds, if the target is given in decode steps. A decode step of a small model
+takes about a millisecond. Chunks as short as a few such steps would delay prompts, to save time
+that no reader notices."""
 STRETCH = 3.0
 """Maximum time of a step, relative to the target gap, while prompts are late. The limit is higher
 if there are more waiting prompts than decoding sequences."""

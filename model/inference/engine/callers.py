@@ -2,10 +2,10 @@
 
 A caller should not hold all slots for long, because running sequences are never preempted:
 
-- If another caller sent a request in the last COMPANY_SECONDS, a caller leaves an eighth of the
-  slots free.
-- Of its sequences that generate with interventions, a caller runs only as many as fit into one
-  step. More of them would only occupy slots and wait.
+- A caller leaves an eighth of the slots free if another caller sent a request in the last
+  COMPANY_SECONDS.
+- A caller runs only as many sequences that generate with interventions as fit into one step. More
+  of them would only occupy slots and wait.
 - A sequence waits while another sequence of its request computes a prefix that it can copy.
 
 In each step, callers take turns to have their prompts computed. The rules see sequences and slot

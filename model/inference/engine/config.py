@@ -26,7 +26,7 @@ class EngineConfig:
                    Requires `target_gap`
     prefix_reuse   copy a prompt's prefix from any slot that holds it instead of computing it
     kv_cache_dtype the model's dtype, or int8 (on a CPU), which rounds keys and values; reading
-                   them takes a quarter or half of the time
+                   them takes a quarter (float32) or half (bfloat16) of the time
     speculate      source of drafted tokens (`model/inference/engine/ngram.py`); drafts change the
                    time of a reply, never its tokens
     """

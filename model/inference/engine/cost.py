@@ -65,11 +65,12 @@ SHORTEST_PASS = 128
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Work of a step for one position of a sequence, in elements, in addition to the model's pass.
+    """The work, in elements, that one position of a sequence adds to a step, not counting the
+    model's pass.
 
-    output    for the outputs of a requested position
-    position  for interventions and listed logprobs at a position of the prompt
-    row       for interventions at a generated position
+    output    work for the outputs of a requested position
+    position  work for interventions and listed logprobs at a position of the prompt
+    row       work for interventions at a generated position
     """
 
     output: int = 0

@@ -215,8 +215,8 @@ class OutputsComputer:
         self, chunk: PrefillChunk, output: Output, offsets: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Final hidden states (P, d_model) of a chunk, and the values for its output: streams
-        (layers, P, d_model), attention weights (P, layers, heads, T), or the hidden states
-        again."""
+        (layers, P, d_model), attention weights (P, layers, heads, T), or, for logits, the same
+        hidden states."""
         states, weights = isinstance(output, HiddenStates | Lens), None
         if isinstance(output, AttentionWeights):
             length = len(chunk.sequence.request.token_ids)
@@ -261,9 +261,9 @@ class OutputsComputer:
     def _lens(
         self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
     ) -> Tensor:
-        """Figures (P, layers, numbers) that compare the streams of `_streams` (layers, P, d_model)
-        with the final hidden states (P, d_model). One block of positions and one layer are computed
-        at a time, so only the logits of two layers are in memory."""
+        """Lens statistics (P, layers, numbers), computed from the streams of `_streams` (layers, P,
+        d_model) and, for comparison, the final hidden states (P, d_model). One block of positions
+        and one layer are computed at a time, so only the logits of two layers are in memory."""
         blocks = [
             self._lens_block(
                 asked,

@@ -18,7 +18,7 @@ rows are discarded. That is safe: the keys of these rows are after the part of t
 shared, and the rows are computed before the steps of the slot's next owner.
 
 Nothing is launched early if a plan computes prompts, verifies drafts, or has a row that needs
-logits processing (penalties, logprobs, a mask). This module knows decoders only as `Launcher`.
+logits processing (penalties, logprobs, a mask). This module uses decoders only through `Launcher`.
 """
 
 from collections.abc import Iterable

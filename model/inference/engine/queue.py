@@ -89,8 +89,8 @@ class WaitingQueue:
                 line.release()
 
     def firsts(self) -> Iterator[Sequence]:
-        """The next sequence of each caller, in the order of turns. All have the lowest priority
-        value for which a sequence is ready."""
+        """The next sequence of each caller, in the order in which the callers take turns. All have
+        the lowest priority value for which a sequence is ready."""
         for priority in self._priorities:
             found = False
             for line in self._lines[priority].values():

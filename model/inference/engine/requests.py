@@ -18,8 +18,8 @@ class CommonFields:
     """The fields of all requests.
 
     priority  requests with lower values are admitted first
-    caller    callers of one priority take turns; the requests of one caller are admitted in the
-              order of arrival
+    caller    callers with requests of the same priority take turns; the requests
+              of one caller are admitted in the order of arrival
     deadline  time, on the engine's clock, at which the request is ended if unfinished
     """
 
@@ -100,11 +100,11 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lens:
-    """Rows (P, layers, numbers): figures of the logits that the head computes from the stream after
-    each of `layers` (numbered as in HiddenStates). `model/inference/sampling/lens.py` defines them.
-    They cover the `top_k` most likely ids and the named `token_ids`. `following` adds the next
-    token of the prompt as the last named id. The prompt's last position has no next token, so it
-    must not be requested with `following`."""
+    """Rows (P, layers, numbers): statistics of the logits that the head computes from the stream
+    after each of `layers` (numbered as in HiddenStates). `model/inference/sampling/lens.py` defines
+    them. They cover the `top_k` most likely ids and the named `token_ids`. `following` adds the
+    next token of the prompt as the last named id. The prompt's last position has no next token, so
+    it must not be requested with `following`."""
 
     layers: tuple[int, ...]
     top_k: int
@@ -113,7 +113,7 @@ class Lens:
 
     @property
     def named(self) -> int:
-        """Number of named ids at each position, with the following token if requested."""
+        """Number of named ids at each position, including the following token if requested."""
         return len(self.token_ids) + self.following
 
 

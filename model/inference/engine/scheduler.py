@@ -345,8 +345,8 @@ class Scheduler:
             self.slots.set_contents(sequence.held_slot, sequence.tokens[:whole])
 
     def _shared_prefix(self, sequence: Sequence) -> tuple[int, int]:
-        """The slot that shares the longest prefix, and that prefix's length. The first position
-        that must be computed is never part of it."""
+        """The slot that shares the longest prefix, and that prefix's length. The prefix ends before
+        the first position that must be computed."""
         if not self._reuses_prefix(sequence):
             return 0, 0
         return self.slots.longest_prefix(sequence.tokens[: sequence.first_needed + 1])

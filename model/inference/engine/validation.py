@@ -3,10 +3,12 @@
 Checks the context length, token ids and counts. Every error is an `InvalidRequest` with the field,
 the numbers and the fix. `Engine.add` calls `check_request`; callers of `Engine.accept` call it
 themselves, in their own thread. The other checks are for callers that have only a part of a
-request. Other modules resolve positions, layers, heads and stages, which are not checked again
-(`model/inference/selection.py`), check the bounds of sampling parameters
-(`model/inference/sampling/params.py`) and of other fields (`model/operations/`), and enforce the
-limits of the queue (admission).
+request.
+
+Some checks are made elsewhere and not repeated here: of positions, layers, heads and stages when
+they are resolved (`model/inference/selection.py`), of the bounds of sampling parameters
+(`model/inference/sampling/params.py`) and of other fields (`model/operations/`), and of the limits
+of the queue (admission).
 """
 
 from collections import Counter

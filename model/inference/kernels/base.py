@@ -62,10 +62,10 @@ after this one."""
 
 class Launcher(Protocol):
     """Launches decode steps, including sampling, without waiting for them to finish. A launch is
-    one or more steps of the same rows; each step is one position further than the step before it.
-    Two launches may be in flight. A slot has at most one row. `positions` are the rows' positions
-    in the first step. `sampling` has the rows of the first step, then of the second, and so on;
-    `sampling` is read before the call returns."""
+    one or more steps of the same rows; each step advances every row by one position. Two launches
+    may be in flight. A slot has at most one row. `positions` are the rows' positions in the first
+    step. `sampling` has the rows of the first step, then of the second, and so on; `sampling` is
+    read before the call returns."""
 
     def most_steps(self, rows: int) -> int:
         """Maximum number of steps in a launch of this many rows, a power of 2."""

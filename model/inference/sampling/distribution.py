@@ -42,8 +42,8 @@ def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
-    """Indices of the `count` largest values of a row, in descending order of value. Ties are in the
-    order of their indices."""
+    """Indices of the `count` largest values of a row, in descending order of value. Ties are
+    ordered by index."""
     row = torch.from_numpy(values)[None]
     indices: npt.NDArray[np.int64] = largest_ids(row, min(count, len(values)))[0].numpy()
     return indices
@@ -51,7 +51,7 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
 
 def largest_ids(rows: Tensor, count: int) -> Tensor:
     """Ids (R, count) of the largest values of each row (R, V), in descending order of value. Ties
-    are in the order of their ids, which torch.topk does not guarantee."""
+    are ordered by id, which torch.topk does not guarantee."""
     if not count:
         return rows.new_empty((len(rows), 0), dtype=torch.int64)
     # 1) Take the ids of topk, and sort them by id, then stably by value. Keep the next value too.

@@ -1,16 +1,16 @@
-"""Lens: the figures of a logit lens, computed from the logits of a layer's residual stream.
+"""Lens: the statistics of a logit lens, computed from the logits of a layer's residual stream.
 
 The logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens") applies the final norm and
-the head to the stream after each layer. The figures of such a row of logits are its most likely
+the head to the stream after each layer. The statistics of such a row of logits are its most likely
 ids, the logprob and rank of named ids and of the following token, its entropy, and its divergence
 from the model's output. They are defined as in `distribution.py`, and computed in torch for many
 rows at once. `model/inference/engine/outputs.py` computes the streams and the logits.
 
-The figures have logprobs instead of probabilities, because float32 rounds probabilities near 1 to 1
-and small ones to 0. Sums are in float64, because float32 sums over a large vocabulary lose the
-small divergences of late layers. A row's bits do not depend on the number of rows. For this, the
-three sums of a row are always computed together: torch would split a single sum between threads,
-which changes its bits.
+The statistics contain logprobs instead of probabilities, because float32 rounds probabilities near
+1 to 1 and small ones to 0. Sums are in float64, because float32 sums over a large vocabulary lose
+the small divergences of late layers. A row's bits do not depend on the number of rows. For this,
+the three sums of a row are always computed together: torch would split a single sum between
+threads, which changes its bits.
 
 Shapes: P rows, G rows of a group, V ids, K most likely ids, N named ids.
 """
@@ -34,7 +34,7 @@ is sorted."""
 
 
 def lens_width(top_k: int, named: int) -> int:
-    """Number of figures of a row: id and logprob of each of the `top_k` most likely ids, logprob
+    """Number of statistics of a row: id and logprob of each of the `top_k` most likely ids, logprob
     and rank of each named id (including the following token), the entropy and the divergence."""
     return 2 * top_k + 2 * named + 2
 
@@ -55,9 +55,9 @@ class _Sums:
 
 
 class LensDigest:
-    """Computes the figures of rows of logits (P, V). `own` (P, V) are the model's own logits, from
-    its last layer; all logits are float32. `following` (P,) are the next ids of the text, as
-    additional named ids.
+    """Computes the statistics of rows of logits (P, V). `own` (P, V) are the model's own logits,
+    from its last layer; all logits are float32. `following` (P,) are the next ids of the text; each
+    is added to its row's named ids.
 
     The divergence is the Kullback-Leibler divergence from a layer's distribution to the model's
     own, in nats: sum p_own (log p_own - log p). The computation takes memory for P x V
@@ -88,8 +88,8 @@ class LensDigest:
             self._entropy[group] = sums.entropy
 
     def numbers(self, logits: Tensor) -> Tensor:
-        """Figures (P, width) in float32 of a layer's logits (P, V), which may be `own`. If a row is
-        not finite, its ids and ranks are undefined and its other figures are NaN."""
+        """Statistics (P, width) in float32 of a layer's logits (P, V), which may be `own`. If a row
+        is not finite, its ids and ranks are undefined and its other values are NaN."""
         return torch.cat([self._of_group(logits, group) for group in self._groups])
 
     def _of_group(self, logits: Tensor, group: slice) -> Tensor:
@@ -145,8 +145,8 @@ def _ranks(logits: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LensRow:
-    """The figures of a row. Logprobs, entropy and divergence are in nats. Rank 1 is the most likely
-    id; ties share the better rank."""
+    """The statistics of a row. Logprobs, entropy and divergence are in nats. Rank 1 is the most
+    likely id; ties share the better rank."""
 
     top_ids: npt.NDArray[np.int64]  # (K,)
     top_logprobs: npt.NDArray[np.float32]  # (K,)

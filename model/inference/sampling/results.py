@@ -24,9 +24,9 @@ class ScoredRows:
     """Logprobs of given tokens in NumPy arrays, for callers that store columns. This saves the time
     of creating an object for each token.
 
-    logprobs  (R,), float64
-    counts    (R,), number of most likely ids of each row. `top_ids` and `top_logprobs` have the
-              ids of all rows, one row after another
+    logprobs               (R,), float64
+    counts                 (R,), number of most likely ids of each row
+    top_ids, top_logprobs  the most likely ids of all rows and their logprobs, one row after another
     """
 
     logprobs: Any

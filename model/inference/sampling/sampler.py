@@ -15,9 +15,9 @@ The definitions, in the order in which they are applied:
 7. temperature         l[i] /= t
 8. top_k               keep l[i] >= the k-th largest (ties are all kept)      (Fan et al., 2018)
 9. top_p               of the rest, keep the most likely ids until their mass reaches p; ties are
-                       in the order of ids                              (Holtzman et al., 2020)
+                       ordered by id                                    (Holtzman et al., 2020)
 10. min_p              of the rest, keep prob[i] >= min_p * the largest       (Nguyen et al., 2024)
-11. sample             the first id, in the order of ids, at which the cumulative probability in
+11. sample             the first id, in ascending order, at which the cumulative probability in
                        float64 exceeds u times the total, with u from
                        `model/inference/sampling/philox.py`
 
@@ -28,7 +28,7 @@ ids, so ties share a rank.
 A row's result depends on that row alone. Most rows need only steps 7 to 11, which
 `model/inference/sampling/sample.py` and the native decoder compute from the records of
 `SamplingState`. For the other rows the sampler gets the text (`RowContext`). The sampler does not
-know stop strings, and the masks of a constraint come from its matcher
+handle stop strings, and the masks of a constraint come from its matcher
 (`model/inference/constraints/compiler.py`).
 """
 
@@ -197,7 +197,7 @@ def _bias_and_penalize(values: Tensor, row: RowContext) -> None:
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[ScoredToken]:
     """Logprobs of one given token per row of logits (R, V), and of the `count` most likely ids of
-    each row. Ties are in the order of their ids. The bits of a row do not depend on other rows."""
+    each row. Ties are ordered by id. The bits of a row do not depend on other rows."""
     logprobs, own = _logprobs(logits, token_ids)
     ranks = (logprobs > own).sum(dim=1) + 1
     ids = largest_ids(logprobs, count)

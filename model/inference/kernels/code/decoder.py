@@ -4,7 +4,8 @@ owner.
 The final hidden states of this decoder are the logits, and its head is the identity. Its cache
 holds the token ids of each slot: each pass computes the whole sequence again, unless the model has
 its own cache. A prompt is computed in one pass, however it is divided into pieces, and a decode
-step in one pass per row, so the batch changes no bits (except with `--batch-code`).
+step in one pass per row. So the bits of a row do not depend on the batch, except with
+`--batch-code`.
 """
 
 from collections.abc import Collection, Sequence

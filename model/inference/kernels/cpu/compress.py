@@ -1,4 +1,4 @@
-"""Compress: stores bfloat16 matrices in three quarters of their size, without loss.
+"""Compress: stores bfloat16 matrices at three quarters of their size, without loss.
 
 Calls native/compressed.h, which describes the layout and explains its size. `describe.py` chooses
 the matrices.

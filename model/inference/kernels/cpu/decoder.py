@@ -2,7 +2,7 @@
 
 It calls native/decoder.cpp, which runs on a CPU in float32 and bfloat16, optionally with weights in
 int8 or int4, and supports every shape of `GPTConfig` whose head_dim is a multiple of 16
-(`not_covered`). `PlainDecoder` computes the same in plain torch. Because the residual stream is
+(`not_covered`). `PlainDecoder` is its equivalent in plain torch. Because the residual stream is
 float32 here, the two decoders agree only within the tolerance of the dtype.
 
 Prompts run through the same code, with the same bits as if they were decoded token by token. If the
@@ -282,8 +282,8 @@ class TorchHead:
             return decode_row_groups(self._gpt)
 
     def threads_keep_bits(self, rows: int) -> bool:
-        """True if the head gives the same bits for this number of rows on one thread as on all of
-        torch's. Tested with random rows, as in `eager/contention.py`."""
+        """True if the head computes this number of rows with the same bits on one thread as on all
+        of torch's threads. Tested with random rows, as in `eager/contention.py`."""
         if rows not in self._keeps_bits:
             generator = torch.Generator().manual_seed(0)
             hidden = torch.randn(rows, self._gpt.config.d_model, generator=generator)

@@ -1,8 +1,8 @@
 """Triton kernels of attention in a decode step.
 
-`attend` computes each part of the keys in a separate program, and `combine` adds the parts up.
-`write` fills the slots first if a step has several positions of a slot, or many rows. `kernels.py`
-explains LINKED.
+`attend` computes attention over each part of the keys in a separate program, and `combine` merges
+the results. `write` fills the slots first if a step has several positions of a slot, or many rows.
+`kernels.py` explains LINKED.
 
 Source: Dao et al., Flash-Decoding (2023), for attention split along keys.
 

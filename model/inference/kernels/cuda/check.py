@@ -1,9 +1,10 @@
-"""Self-check: compares a decoder with plain torch on the same device, before the decoder serves.
+"""Self-check: compares a decoder with plain torch on the same device, before the decoder serves
+requests.
 
 Both decode the same tokens after a few prompts. The check covers logits for several row counts and
 key lengths, tokens from every kind of sampling, steps launched ahead and, if requested, batch
 invariance: the bits of one row alone, in a small step and in a prompt, which use different kernels.
-It does not cover the sizes that requests reach later.
+It does not cover every number of rows and keys that requests reach later.
 """
 
 import math

@@ -72,8 +72,9 @@ FORWARD, GREEDY, FILTERED = range(3)
 
 
 class Forward(Protocol):
-    """The computations of a step, on tensors of the device. `given` (R, 4 + FIELDS) are uploaded
-    rows; they may refer to `sampled` tokens. Rows with the same slot and position are equal."""
+    """The computations that make up a step. All tensors are on the device. `given` (R, 4 + FIELDS)
+    holds the uploaded rows. A row may refer to an entry of `sampled` for its token. Rows with the
+    same slot and position are equal."""
 
     def logits(
         self, given: Tensor, sampled: Tensor, logits: Tensor, *, keys: int, several: bool
@@ -204,7 +205,7 @@ class GraphDecoder:
         """Do nothing: all weights stay in memory."""
 
     def close(self) -> None:
-        """Free the recordings once nothing runs in their memory."""
+        """Wait for the launched steps, then free the recordings."""
         with suppress(RuntimeError):  # a step whose tokens will not be collected may have failed
             self._stream.download(self._tokens[:1])()
         self._recorded.clear()

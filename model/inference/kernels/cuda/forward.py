@@ -7,9 +7,9 @@ forward pass.
 
 In a step of up to FEW_ROWS rows, each warp holds rows of a matrix and multiplies every row of the
 step by them. Larger steps are multiplied in tiles. Without tiles, one kernel computes a product and
-the norm before it. With tiles, this is so only in steps of up to JOINED_ROWS rows and for matrices
-with up to JOINED_BYTES in a row. With batch invariance all steps use tiles, whose sums have the
-same order for any number of rows.
+the norm before it. With tiles, one kernel computes both only in steps of up to JOINED_ROWS rows and
+for matrices with up to JOINED_BYTES bytes in a row. With batch invariance all steps use tiles,
+whose sums have the same order for any number of rows.
 
 Shapes: R rows, C = d_model, H = n_head, K = n_kv_head, D = head_dim, V = vocab_size.
 """

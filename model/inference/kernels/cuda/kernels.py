@@ -5,11 +5,11 @@ launches. A row's sums do not depend on other rows. `attention_kernels.py` has a
 Every kernel computes in float32 and reads weights, keys and values in the model's dtype. The
 residual stream stays in float32. `forward.py` chooses sizes and launches the kernels in order.
 
-Programmatic dependent launch (LINKED): `gdc_launch_dependents` lets the next kernel start as
-soon as all programs of this one run. The next kernel loads its weights and then waits for the
-results of this one with `gdc_wait`. No kernel writes before this wait. Several kernels may wait at
-a time, so each should take few registers. `embed` lets no kernel start before its wait, so only the
-kernels of one step overlap.
+Programmatic dependent launch (LINKED): `gdc_launch_dependents` lets the next kernel start as soon
+as all programs of the current kernel have called it. The next kernel loads its weights, and then
+waits for the results of the current kernel with `gdc_wait`. No kernel writes before this wait.
+Several kernels may wait at a time, so each should take few registers. `embed` lets no kernel start
+before its wait, so only the kernels of one step overlap.
 
 Chunks: a tuple of tensors (B, CHUNK) that together hold B rows. Each warp holds whole rows, so sums
 over a row need no barrier and have the same order in every kernel.
@@ -90,7 +90,7 @@ def _sum(chunks):
 
 @triton.jit
 def _normed(rows, weight, bias, k, eps, K: tl.constexpr, NORM: tl.constexpr):
-    """Normalize rows of K columns. All arguments before `k` are chunks."""
+    """Normalize rows of K columns. `rows`, `weight` and `bias` are chunks."""
     if NORM == 1:
         mean = _sum(rows) / K
         centered = ()

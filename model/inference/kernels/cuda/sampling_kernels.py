@@ -1,8 +1,8 @@
 """Triton kernels that choose a token for each row of logits.
 
-`survey` reads the logits once, in blocks; `choose` finds a row's token from the results of its
-blocks, and reads the block that holds the token again. Greedy rows need no sums. The parameters
-are packed by `sample.py`, and `forward.py` launches both.
+`survey` reads the logits once, in blocks. From its results `choose` finds the block that holds a
+row's token, and reads only that block again. Greedy rows need neither sums nor the second read. The
+parameters are packed by `sample.py`, and `forward.py` launches both.
 
 Shapes: R rows, V vocabulary, B blocks of a row.
 """

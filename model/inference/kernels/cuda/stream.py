@@ -29,12 +29,12 @@ them."""
 
 
 class Stream(Protocol):
-    """A queue of work for a device, done in order."""
+    """A queue of work for a device, which runs the work in order."""
 
     def record(self, compute: Compute, undo: Compute) -> Compute:
         """Return a function that queues the work of `compute`, which uses tensors at fixed
-        addresses and reads no number from the device. `record` may already run `compute`, each time
-        followed by `undo`, which restores the inputs that `compute` overwrote."""
+        addresses and reads no number from the device. `record` itself may run `compute` a few
+        times, each time followed by `undo`, which restores the inputs that `compute` overwrote."""
 
     def upload(self, values: Integers, target: Tensor) -> None:
         """Queue the copy of integers into a flat tensor of the device. The caller may change the

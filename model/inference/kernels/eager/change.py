@@ -4,9 +4,9 @@ An intervention changes either some numbers of the stage (its chosen heads and u
 coordinate, which is the dot product of the stage with a direction of length 1. The operation on
 these numbers is the same in both cases.
 
-A row's bits depend on no other row: all operations are elementwise, and `_coordinate` adds products
-in a fixed order, by halves. Coordinates are computed in float32 even if the model is in bfloat16,
-and the changed stage is rounded once.
+A row's bits do not depend on other rows: all operations are elementwise, and `_coordinate` adds
+products in a fixed order, by halves. Coordinates are computed in float32 even if the model is in
+bfloat16, and the changed stage is rounded once.
 
 Shapes: R changed rows, W the stage's last axis, C chosen units of it (1 with a direction).
 """

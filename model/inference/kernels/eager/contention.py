@@ -9,9 +9,9 @@ If that fails, it computes alone for twice as long.
 
 These switches happen at random times, so they must not change any bits. On the machines examined,
 each of torch's threads computes different outputs of a product, so the number of threads does not
-change the bits. If a model's products change bits at some number of rows, the number of threads
-stays as it is. The native decoder's threads implement the same rule themselves
-(cpu/native/pool.h).
+change the bits. If the number of threads does change the bits of a model's products for some number
+of rows, all threads are always used for that number of rows. The native decoder's threads implement
+the same rule themselves (cpu/native/pool.h).
 """
 
 import time
@@ -33,8 +33,8 @@ LATE = 0.002
 """A thread that was off its core for at most this many seconds never counts as late. This tolerates
 interruptions by the system."""
 SHORTEST, LONGEST = 0.1, 1.6
-"""Seconds for which a single thread computes alone, at first and at most. The time doubles whenever
-another attempt to use all threads fails."""
+"""Initial and maximum time, in seconds, for which a thread computes alone. The time doubles
+whenever another attempt to use all threads fails."""
 
 
 class ContentionMonitor:

@@ -1,13 +1,13 @@
 """Row groups: find the numbers of rows for which torch's matrix products keep the bits of each row.
 
 Torch's libraries choose the kernel of a product by its number of rows, among other things, and
-kernels add in different orders. The limits depend on the processor. On AMD, all multiples of 4 rows
-use the same order; on Intel with AVX-512, float32 uses a different order from 16 rows on. So the
-groups are found by trial, on this machine and for the model's shapes: a row is multiplied together
-with more or fewer copies of itself. The trials use sums whose terms cancel. Only their rounding
-remains, so a different order of additions shows even in bfloat16, where it usually changes only one
-result in thousands. Attention is not covered, because it is computed per sequence; nor are GPUs, on
-which plain torch is not batch-invariant.
+kernels add in different orders. The numbers of rows at which the order changes depend on the
+processor. On AMD, all multiples of 4 rows use the same order; on Intel with AVX-512, float32 uses a
+different order from 16 rows on. So the groups are found by trial, on this machine and for the
+model's shapes: a row is multiplied together with more or fewer copies of itself. The trials use
+sums whose terms cancel. Only their rounding remains, so a different order of additions shows even
+in bfloat16, where it usually changes only one result in thousands. Attention is not covered,
+because it is computed per sequence; nor are GPUs, on which plain torch is not batch-invariant.
 """
 
 from collections.abc import Callable, Iterator
