@@ -199,5 +199,5 @@ def test_imported_vocabulary_is_restored_from_disk(kind: str, tmp_path: Path) ->
     again = read_prepared(tmp_path)
     assert again.tokenizer.description() == tokenizer.description()
     assert again.tokenizer.tokens == tokenizer.tokens
-    with pytest.raises(DataError, match=r"the text cannot be encoded: '[dq]"):
+    with pytest.raises(DataError, match=r"the text cannot be encoded: .*'[dq]"):
         prepare(text_of("the dog"), tmp_path / "other", vocabulary=tokenizer)

@@ -64,7 +64,7 @@ def test_running_server_is_measured(
     ("flags", "message"),
     [
         (["--prompt-tokens", "5000"], "5000 tokens; the model's context is 128"),
-        (["--tokens", "8"], "--tokens 8"),
+        (["--tokens", "8"], "--tokens, which is 8"),
         (["--url", "http://127.0.0.1:1"], "no connection to http://127.0.0.1:1"),
         (["--quantize", "int8"], "int8"),
         (["--device", "tpu"], "'tpu' is not a device"),
