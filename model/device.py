@@ -173,8 +173,8 @@ def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -
 
 def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ...]:
     """The folders of the control groups that may limit this process: its own group and the groups
-    above it, in versions 1 and 2 of control groups. In a container, the name of the process's own
-    group may not be the path of a folder; then the root folder belongs to this group."""
+    above it, in versions 1 and 2 of control groups. In a container there may be no folder with the
+    name of the process's own group. Its folder is then the root folder."""
     folders = [root, root / "memory"]
     try:
         lines = own.read_text(encoding="utf-8").splitlines()

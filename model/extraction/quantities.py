@@ -284,8 +284,8 @@ def choose_lens(top_k: int, config: ModelConfig) -> LensFigures:
 def _require_prediction(config: ModelConfig) -> None:
     if config.context_length < 2:
         raise ExtractionError(
-            "the model's context is 1 token, but predicting a token needs the token before it: "
-            "extract --stages"
+            "the model's context is 1 token, so it cannot predict a token from the one before it: "
+            "use --stages to extract stages instead"
         )
 
 

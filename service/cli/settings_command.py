@@ -81,7 +81,7 @@ class SettingsCommand(click.Command):
 
     def _quoted(self, ctx: click.Context, args: list[str]) -> str | None:
         """The command line with all words of the prompt quoted as one argument. None if `--` is
-        among `args`, or unless the prompt is the command's only positional argument."""
+        among `args`, or if the prompt is not the command's only positional argument."""
         arguments = [each.name for each in self.get_params(ctx) if isinstance(each, click.Argument)]
         if arguments != ["prompt"] or "--" in args:
             return None

@@ -78,8 +78,8 @@ class WakeupThrottle:
             self._loop.call_soon_threadsafe(self._deliver_urgent)
 
     def deliver(self) -> None:
-        """Deliver every item. The tasks woken by the delivery run before the pause begins, so the
-        pause's length depends on their processor time too."""
+        """Deliver every item. Deliveries wake tasks, which run before the next pause between
+        deliveries. So the length of the pause also depends on the tasks' processor time."""
         began = time.thread_time()
         self._postponed = False
         try:

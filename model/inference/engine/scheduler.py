@@ -433,8 +433,8 @@ def _elements(sequence: Sequence, start: int, end: int) -> int:
 
 
 def _waiting(sequence: Sequence, now: float) -> Waiting:
-    """Describe a prompt to the budget. Only generations have a first token that a reader waits
-    for."""
+    """The description of a waiting prompt from which the budget plans a step. Only for a generation
+    is a reader waiting for a first token."""
     left = sequence.prompt_length - sequence.computed
     return Waiting(left, None if sequence.generation is None else now - sequence.arrived)
 

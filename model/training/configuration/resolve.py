@@ -103,8 +103,8 @@ class ResolvedTraining:
         """A copy of this run with the size of its vocabulary, which is known only after the text
         has been tokenized. This also decides what `compile` "auto" means: for a long run it becomes
         "on", so that the run uses the same kernels after it is resumed; for a short run it stays
-        "auto", which compiles only on CUDA. `speed` measures the tokens per second of a run without
-        a limit on its steps."""
+        "auto", which compiles only on CUDA. Whether a run without a limit on its steps is long
+        depends on its tokens per second, which `speed` measures."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))

@@ -37,8 +37,8 @@ COMMANDS = ("rows", "scores", "prompt logprobs", "generation", "too late", "rese
 
 
 class Account:
-    """Sends requests to an AsyncEngine and tracks its open elements: the reserved ones, and the
-    ones of requests with unfinished sequences."""
+    """Sends requests to an AsyncEngine and tracks the engine's open elements: those that are
+    reserved, and those that belong to requests with unfinished sequences."""
 
     def __init__(self, owner: AsyncEngine, reports: list[StepReport]) -> None:
         self.owner, self.reports = owner, reports

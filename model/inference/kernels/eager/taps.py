@@ -1,11 +1,11 @@
-"""Taps of inference, which record stages and apply interventions.
+"""Inference taps: they record stages and apply interventions.
 
 `Changes` holds the interventions of one sequence, with their values on the model's device.
 `PieceTap` applies them to the forward pass of a piece of a prompt, and records stages after the
 changes. `RowTaps` applies the changes of several sequences to a decode step with one row per
 sequence. A tap is used for one forward pass, `Changes` for a whole sequence.
 
-Features are computed from the stage that their autoencoder reads, after the changes of that stage.
+Features are computed from the stage that their autoencoder reads, after any changes to it.
 If features change, the difference times the autoencoder's decoder matrix is added to the stage.
 
 Shapes: T positions of a piece, H heads, S keys.
