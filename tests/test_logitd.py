@@ -43,8 +43,8 @@ def test_logitd_is_marked_as_typed() -> None:
 
 
 def test_client_import_loads_httpx_numpy_and_nothing_of_the_server() -> None:
-    """How long an import takes depends on the load on the machine, so the test checks which modules
-    are loaded instead."""
+    """The test checks which modules are loaded, because the duration of an import depends on the
+    load on the machine."""
     command = [sys.executable, "-c", LOADED_BY_CLIENT]
     names = set(subprocess.check_output(command, cwd=ROOT, text=True).split())
     assert "logitd.service.client" in names

@@ -113,5 +113,5 @@ def clip(text: str, limit: int = 80) -> str:
 
 
 def _named(param: str) -> str:
-    """How a message refers to a string from the field `param`."""
+    """The noun by which a message refers to a string from the field `param`."""
     return "the prompt" if param == "prompt" else f"one of {param}"

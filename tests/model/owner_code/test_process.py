@@ -76,8 +76,8 @@ def test_hang_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_process_starts_again_with_the_verified_weights(tmp_path: Path) -> None:
-    """The process once read the file by its path, so after a crash it served whatever checkpoint
-    had replaced that file, without verifying it."""
+    """The process once opened the file by its path. If another checkpoint had replaced the file,
+    the process served it after a crash without verifying it."""
     path, other = (imported("Recurrent", tmp_path, seed=seed) for seed in (1, 2))
     model = code_model(path)
     other.joinpath("model.safetensors").rename(path / "model.safetensors")

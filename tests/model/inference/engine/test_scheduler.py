@@ -437,8 +437,8 @@ def test_attributions_get_half_of_the_time_next_to_heavy_prompts() -> None:
 
 
 def test_callers_of_attributions_get_equal_times() -> None:
-    """Callers once took turns piece by piece, whatever the pieces cost. So a short attribution
-    waited for a long piece of another caller before each of its own pieces."""
+    """Callers once took turns after each piece, without regard to cost. So a short attribution had
+    to wait for a long piece of another caller before each of its own pieces."""
     scheduler, task = Scheduler(EngineConfig(slots=2)), AttributionTask(position=0)
     for caller, count in (("slow", 2), ("fast", 1)):
         for index in range(count):

@@ -42,7 +42,7 @@ def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> lis
 )
 def test_token_is_the_twins(width: int, several: list[SamplingRow], seed: int, steps: int) -> None:
     """A fifth of the logits is -inf. If `steps` is not 0, the logits are rounded to multiples of
-    its reciprocal, so many are equal. Each row's token does not depend on the other rows."""
+    1 / `steps`, so that many are equal. Each row's token does not depend on the other rows."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(several), width, generator=generator)
     if steps:
