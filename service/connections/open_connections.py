@@ -14,13 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from logitd.service.metrics.metrics import ConnectionEnd, Metrics
 from logitd.service.settings.serve import ServeSettings
-
-if TYPE_CHECKING:
-    from logitd.service.connections.protocol import Connection
 
 logger = logging.getLogger("logitd.http")
 
@@ -75,6 +72,17 @@ class EvictionClass(Enum):
     ANSWERED = auto()  # a reply that is being computed or sent: never evicted
 
 
+class Connection(Protocol):
+    """What OpenConnections needs of a connection. `protocol.Connection` documents the methods."""
+
+    transport: asyncio.Transport
+
+    def check(self, now: float) -> None: ...
+    def unsent(self) -> int: ...
+    def held(self) -> int: ...
+    def reads_since(self) -> float: ...
+
+
 class OpenConnections:
     """The connections of one server."""
 
@@ -99,7 +107,7 @@ class OpenConnections:
             self._make_room()
         return len(self._open) <= self.most
 
-    def opened(self, connection: "Connection") -> None:
+    def opened(self, connection: Connection) -> None:
         """Add an accepted connection, evicting another one if the limit is reached."""
         if len(self._open) >= self.most:
             self._make_room()
@@ -112,13 +120,13 @@ class OpenConnections:
         if self._timer is None:
             self._sweep_later()
 
-    def closed(self, connection: "Connection") -> None:
+    def closed(self, connection: Connection) -> None:
         """Remove a connection that has ended. Further calls have no effect."""
         self.place(connection, EvictionClass.ANSWERED)
         self._open.pop(connection, None)
         self._metrics.connections.set(len(self._open))
 
-    def place(self, connection: "Connection", wanted: EvictionClass) -> None:
+    def place(self, connection: Connection, wanted: EvictionClass) -> None:
         """Put an open connection into an eviction class. Within a class, the oldest member is
         evicted first."""
         if connection not in self._open:
@@ -136,7 +144,7 @@ class OpenConnections:
                     self._end(connection, ConnectionEnd.MADE_ROOM)
                     return
 
-    def _end(self, connection: "Connection", end: ConnectionEnd) -> None:
+    def _end(self, connection: Connection, end: ConnectionEnd) -> None:
         self.reports.count(end)
         self.closed(connection)
         connection.transport.abort()

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from logitd.model.inference.kernels.cuda import attention_kernels, kernels, sampling_kernels
-from logitd.model.inference.kernels.cuda.decoder import Forward
 from logitd.model.inference.kernels.cuda.sample import NO_TOKEN, filter_rows
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import LARGEST_LOGIT
@@ -78,7 +77,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> Callable[[int], Forward]:
+def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> "Callable[[int], StepForward]":
     """The forward pass for a number of rows. The kernels of a small step overlap if the device
     supports it. The kernels of a large step would only slow each other down."""
     device = gpt.token_embedding.weight.device
@@ -100,7 +99,7 @@ class Sums:
 
 
 class StepForward:
-    """Computes steps of one model on one cache."""
+    """Computes steps of one model on one cache: a `Forward` of `decoder.py`."""
 
     def __init__(
         self, gpt: GPT, cache: KVCache, *, batch_invariant: bool, linked: bool = False
