@@ -33,7 +33,7 @@ from logitd.model.training.distributed.ranks import ALONE, process_group
 from logitd.model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
 from logitd.model.training.optim.average import Average
 from logitd.model.training.optim.optimizers import Optimizers
-from logitd.model.training.optim.schedule import lr_scale
+from logitd.model.training.optim.schedule import head_scale, lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
 from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import differences, environment, load_state
@@ -238,7 +238,7 @@ class Trainer:
         parameters = list(self.gpt.parameters())
         self.ranks.all_reduce_sum([*unsummed_gradients(parameters), loss])
         norm = clip_gradients(parameters, recipe.clip)
-        self.optimizers.step(scale)
+        self.optimizers.step(scale, head_scale(recipe, self.counters.step))
         by_steps = 1 / self.length.steps if self.length.steps else 0.0
         self.average.follow(max(done - self.done_before, by_steps))
         # 3) Count. The loss stays on the device until a report is due.

@@ -54,7 +54,13 @@ class Recipe:
     ] = "modern"
     matrix_lr: Annotated[Rate, Field(description="peak learning rate of block matrices")]
     embedding_lr: Annotated[Rate, Field(description="peak learning rate of embeddings")]
-    head_lr: Annotated[Rate, Field(description="peak learning rate of the head, even if tied")]
+    head_lr: Annotated[
+        Rate,
+        Field(
+            description="peak learning rate of the head, even if tied; with muon it falls to half "
+            "in the first few hundred steps"
+        ),
+    ]
     scalar_lr: Annotated[
         Rate, Field(description="peak learning rate of norms, biases, gates and scales")
     ]

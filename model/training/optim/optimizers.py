@@ -148,16 +148,17 @@ class Optimizers:
             fused=True,
         )
 
-    def step(self, lr_scale: float) -> None:
-        """Make one update, with learning rates of `lr_scale` times their peaks. Then drop the
-        gradients."""
+    def step(self, lr_scale: float, head_scale: float = 1.0) -> None:
+        """Make one update, with learning rates of `lr_scale` times their peaks, the head's also
+        times `head_scale`. Then drop the gradients."""
         for view in self._views:
             gradient = view.parameter.grad
             assert gradient is not None
             view.tensor.grad = local(gradient)[view.rows]
         for optimizer in self.all.values():
             for group in optimizer.param_groups:
-                group["lr"] = lr_scale * self.peaks[group["kind"]]
+                by_kind = head_scale if group["kind"] == "head" else 1.0
+                group["lr"] = lr_scale * by_kind * self.peaks[group["kind"]]
             if isinstance(optimizer, Muon):
                 muon.step(optimizer, self._muon_dtype, self._shards, self._ranks)
             else:

@@ -1,9 +1,12 @@
-"""Schedule: the learning rate of a step, as a share of its peak."""
+"""Schedule: the learning rates of a step, as shares of their peaks."""
 
 import math
 from dataclasses import dataclass
 
 from logitd.model.training.configuration.presets import Recipe
+
+HEAD_STEPS = 150
+"""Time constant, in steps, with which the head's learning rate falls to half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,13 @@ def lr_scale(recipe: Recipe, step: int, done: float, rewarming: Rewarming | None
         return scale
     share = min(1.0, max(0.0, done - rewarming.done) / rewarming.span)
     return rewarming.scale + (scale - rewarming.scale) * share
+
+
+def head_scale(recipe: Recipe, step: int) -> float:
+    """An additional factor of the head's learning rate. With Muon it falls from 1 to a half: a low
+    rate is better in the end, but runs of some sixty steps need the full rate to learn which tokens
+    are frequent."""
+    return (1 + math.exp(-step / HEAD_STEPS)) / 2 if recipe.optimizer == "muon" else 1.0
 
 
 def _scheduled(recipe: Recipe, step: int, done: float) -> float:

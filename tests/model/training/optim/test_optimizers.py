@@ -1,5 +1,6 @@
 """Initial weights, parameter groups and the learning rate."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Muon
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.optim import muon
 from logitd.model.training.optim.optimizers import Optimizers, initialize, kind_of
-from logitd.model.training.optim.schedule import lr_scale
+from logitd.model.training.optim.schedule import HEAD_STEPS, head_scale, lr_scale
 from logitd.model.training.step.forward import native_bfloat16
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.shapes import MODERN, gpt2_shape
@@ -141,7 +142,7 @@ def test_each_kind_has_its_scheduled_learning_rate() -> None:
     gpt = _gpt()
     optimizers = Optimizers(gpt, RECIPE)
     _loss(gpt).backward()
-    optimizers.step(0.5)
+    optimizers.step(0.5, head_scale=0.25)
     rates = {
         group["kind"]: group["lr"]
         for each in optimizers.all.values()
@@ -150,7 +151,7 @@ def test_each_kind_has_its_scheduled_learning_rate() -> None:
     assert rates == {
         "matrix": RECIPE.matrix_lr / 2,
         "embedding": RECIPE.embedding_lr / 2,
-        "head": RECIPE.head_lr / 2,
+        "head": RECIPE.head_lr / 8,
         "scalar": RECIPE.scalar_lr / 2,
     }
 
@@ -198,3 +199,9 @@ def test_gpt2_initialization_has_the_spread_of_gpt2() -> None:
     assert float(gpt.token_embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     out = gpt.get_parameter("blocks.0.mlp_down.weight")
     assert float(out.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)
+
+
+def test_rate_of_the_head_falls_to_half_with_muon_alone() -> None:
+    shares = [head_scale(RECIPE, step) for step in (0, HEAD_STEPS, 100 * HEAD_STEPS)]
+    assert shares == pytest.approx([1.0, (1 + math.exp(-1)) / 2, 0.5])
+    assert head_scale(replace(RECIPE, optimizer="adamw"), 100 * HEAD_STEPS) == 1.0
