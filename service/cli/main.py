@@ -24,7 +24,7 @@ from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 from logitd.service.cli.interrupts import INTERRUPTED, quits_when_interrupted
 from logitd.service.cli.settings_command import CONTEXT, SettingsCommand
-from logitd.service.cli.terminal import say
+from logitd.service.cli.terminal import say, tell
 
 if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
@@ -216,7 +216,7 @@ def run(arguments: Sequence[str]) -> int:
         problem = f"{error.strerror}: {error.filename}"
     else:
         return code
-    say(f"logitd {settings.command}: {problem}", file=sys.stderr)
+    tell(settings.command, problem)
     return 1
 
 

@@ -32,6 +32,11 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
     print(visible(text) if file.isatty() else text, end=end, file=file, flush=True)
 
 
+def tell(command: str, line: str) -> None:
+    """Print a line of a command to standard error."""
+    say(f"logitd {command}: {line}", file=sys.stderr)
+
+
 class ProgressLine:
     """Prints lines to `file`, each with `prefix`. On a terminal, the progress line is redrawn in
     place, without the prefix."""

@@ -190,7 +190,41 @@ def _joined(pieces: list[Choice]) -> Choice:
     )
 
 
-class AsyncStream:
+class _Received:
+    """The part of a generation that has been received."""
+
+    def __init__(self, exchange: Exchange, state: StreamState) -> None:
+        self._exchange = exchange
+        self._state = state
+
+    @property
+    def text(self) -> str:
+        """The text of the first completion so far."""
+        return self._state.text
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts, known at the end of the stream. Raises LogitdError before then."""
+        return self._state.tail.usage
+
+    @property
+    def seed(self) -> int | None:
+        """The seed, known at the end of the stream. It is None if each prompt has its own seed; the
+        choices then contain the seeds. Raises LogitdError before the end."""
+        return self._state.tail.seed
+
+    @property
+    def timings(self) -> Timings:
+        """Duration of each phase, known at the end of the stream. Raises LogitdError before
+        then."""
+        return self._state.tail.timings
+
+    @property
+    def request_id(self) -> str:
+        return self._exchange.request_id
+
+
+class AsyncStream(_Received):
     """A generation that is being received. Iterate over its chunks in an `async with` block, which
     closes the stream at its end. Closing early ends the request on the server.
 
@@ -199,9 +233,8 @@ class AsyncStream:
     """
 
     def __init__(self, wire: Wire, exchange: Exchange) -> None:
+        super().__init__(exchange, StreamState())
         self._wire = wire
-        self._exchange = exchange
-        self._state = StreamState()
         self._reply: Reply | None = None
         self._closed = False
 
@@ -239,32 +272,6 @@ class AsyncStream:
             continue
         return self._state.result()
 
-    @property
-    def text(self) -> str:
-        """The text of the first completion so far."""
-        return self._state.text
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts, known at the end of the stream. Raises LogitdError before then."""
-        return self._state.tail.usage
-
-    @property
-    def seed(self) -> int | None:
-        """The seed, known at the end of the stream. It is None if each prompt has its own seed; the
-        choices then contain the seeds. Raises LogitdError before the end."""
-        return self._state.tail.seed
-
-    @property
-    def timings(self) -> Timings:
-        """Duration of each phase, known at the end of the stream. Raises LogitdError before
-        then."""
-        return self._state.tail.timings
-
-    @property
-    def request_id(self) -> str:
-        return self._exchange.request_id
-
     async def _open(self) -> Reply:
         """Return the reply. The first call sends the request."""
         if self._reply is None:
@@ -291,10 +298,11 @@ class AsyncStream:
             self._state.push(piece)
 
 
-class Stream:
+class Stream(_Received):
     """The blocking counterpart of `AsyncStream`, for use in a `with` block."""
 
     def __init__(self, stream: AsyncStream) -> None:
+        super().__init__(stream._exchange, stream._state)
         self._stream = stream
 
     def __enter__(self) -> Self:
@@ -320,29 +328,3 @@ class Stream:
     def result(self) -> Generation:
         """Read the remaining chunks. Returns the whole reply, as `generate` does."""
         return finish(self._stream.result())
-
-    @property
-    def text(self) -> str:
-        """The text of the first completion so far."""
-        return self._stream.text
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts, known at the end of the stream. Raises LogitdError before then."""
-        return self._stream.usage
-
-    @property
-    def seed(self) -> int | None:
-        """The seed, known at the end of the stream. It is None if each prompt has its own seed; the
-        choices then contain the seeds. Raises LogitdError before the end."""
-        return self._stream.seed
-
-    @property
-    def timings(self) -> Timings:
-        """Duration of each phase, known at the end of the stream. Raises LogitdError before
-        then."""
-        return self._stream.timings
-
-    @property
-    def request_id(self) -> str:
-        return self._stream.request_id

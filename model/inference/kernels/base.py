@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """Runs a model on its KV cache. The defaults suit a decoder without its own threads and with
-    nothing to restore or free."""
+    """Runs a model on its KV cache. The defaults suit a decoder that samples in plain torch, has no
+    threads of its own, and has nothing to restore or free."""
 
     has_threads: bool = False
     """True if the decoder computes with its own threads instead of torch's."""
@@ -153,6 +153,7 @@ class Decoder(Protocol):
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         """Sample a token from each row of `logits` (R, V), float32, as `sample_tokens` does.
         `computed` holds the logits before processing, which are checked for NaN and infinity."""
+        return sample_tokens(logits, computed, sampling)
 
     def restore_weights(self) -> None:
         """Load all weights of the GPT back into memory, so that torch can compute with it."""

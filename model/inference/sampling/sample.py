@@ -104,28 +104,37 @@ def sample_tokens(logits: Tensor, computed: Tensor, sampling: SamplingRows) -> l
 
 def filtered(logits: Tensor, sampling: SamplingRows) -> Tensor:
     """Logits (R, V) after steps 7 to 10, with -inf for dropped ids. Temperatures are above 0."""
-    device, width = logits.device, logits.shape[-1]
+    device = logits.device
     if (sampling["divisor"] != 1).any():
         logits = logits / _column(sampling, "divisor", device)
     if (sampling["top_k"] > 0).any() or (sampling["top_p"] < 1).any():
-        # One stable sort for both. Ties stay in the order of their ids.
-        values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
-        top_k = _column(sampling, "top_k", device).long()
-        count = torch.where(top_k == 0, width, top_k).clamp(max=width)
-        kth = values.gather(-1, count - 1)  # (R, 1)
-        values = values.masked_fill(values < kth, -math.inf)
-        probs = values.double().softmax(dim=-1)
-        top_p = _column(sampling, "top_p", device)
-        mass_before = probs.cumsum(dim=-1) - probs  # of more likely ids
-        outside = (mass_before >= top_p) & (top_p < 1)
-        dropped = (values == -math.inf) | outside
-        logits = logits.masked_fill(
-            torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf
-        )
+        top_k, top_p = (_column(sampling, name, device) for name in ("top_k", "top_p"))
+        logits = likeliest(logits, top_k.long(), top_p)
     if (sampling["floor"] > -math.inf).any():
-        lowest = logits.amax(dim=-1, keepdim=True) + _column(sampling, "floor", device)
-        logits = logits.masked_fill(logits < lowest, -math.inf)
+        logits = above_floor(logits, _column(sampling, "floor", device))
     return logits
+
+
+def likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Steps 8 and 9: logits (R, V) with -inf for dropped ids. `top_k` and `top_p` are (R, 1)."""
+    width = logits.shape[-1]
+    # One stable sort for both. Ties stay in the order of their ids.
+    values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
+    count = top_k.masked_fill(top_k == 0, width).clamp(max=width)
+    kth = values.gather(-1, count - 1)  # (R, 1)
+    values = values.masked_fill(values < kth, -math.inf)
+    probs = values.double().softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs  # of more likely ids
+    outside = (mass_before >= top_p) & (top_p < 1)
+    dropped = torch.empty_like(outside).scatter(-1, order, (values == -math.inf) | outside)
+    return logits.masked_fill(dropped, -math.inf)
+
+
+def above_floor(logits: Tensor, floors: Tensor) -> Tensor:
+    """Step 10: logits (R, V) with -inf for dropped ids. `floors` (R, 1) are the logarithms of
+    min_p."""
+    lowest = logits.amax(dim=-1, keepdim=True) + floors
+    return logits.masked_fill(logits < lowest, -math.inf)
 
 
 def _column(sampling: SamplingRows, name: str, device: torch.device) -> Tensor:

@@ -9,10 +9,10 @@ process.
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import httpx
@@ -28,12 +28,13 @@ from logitd.model.machine import measure_machine, surroundings
 from logitd.model.plural import pluralize
 from logitd.model.transformer.size import parameter_count
 from logitd.model.version import VERSION
-from logitd.service.cli.terminal import say
+from logitd.service.cli.terminal import say, tell
 from logitd.service.client import AsyncClient, LogitdError
 from logitd.service.settings.tools import BenchSettings
 
 ERRORS = BenchmarkError, CheckpointError, DeviceError, InvalidRequest, KernelError, LogitdError
 USUAL_PROMPT_TOKENS = 256
+_log = partial(tell, "bench")
 Arrivals = list[tuple[float, int]]
 """Arrival times of a stream's tokens, each with the number of tokens that arrived. The first entry
 is the time of the request, with 0 tokens."""
@@ -164,7 +165,3 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
             f"{rate['share_of_engine']:.0%} of the engine's, first token after "
             f"{1e3 * rate['first_token_seconds']:,.0f} ms"
         )
-
-
-def _log(line: str) -> None:
-    say(f"logitd bench: {line}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """`logitd eval`: measures the loss of a checkpoint on a text."""
 
 import json
-import sys
+from functools import partial
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
@@ -12,10 +12,11 @@ from logitd.model.evaluation.text_loss import TextLoss, text_loss
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.training.configuration.config import TrainingError
 from logitd.service.cli.busy import busy_notice
-from logitd.service.cli.terminal import finite, say
+from logitd.service.cli.terminal import finite, say, tell
 from logitd.service.settings.train import EvalSettings
 
 ERRORS = CheckpointError, DeviceError, KernelError, DataError, TrainingError
+_log = partial(tell, "eval")
 
 
 def run(settings: EvalSettings) -> int:
@@ -41,10 +42,6 @@ def run(settings: EvalSettings) -> int:
     for name, value in _rows(result):
         say(f"{name:<12}{value}")
     return 0
-
-
-def _log(line: str) -> None:
-    say(f"logitd eval: {line}", file=sys.stderr)
 
 
 def facts(result: TextLoss) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from logitd.model.inference.options import ComputeOptions
 from logitd.model.plural import pluralize
 from logitd.model.training.events import duration, line
 from logitd.service.cli.busy import busy_notice
-from logitd.service.cli.terminal import ProgressLine, say
+from logitd.service.cli.terminal import ProgressLine, say, tell
 from logitd.service.settings.tools import ExtractSettings
 
 ERRORS = CheckpointError, DataError, DeviceError, ExtractionError, InvalidRequest, KernelError
@@ -60,7 +60,7 @@ class Reporter:
 
 def run(settings: ExtractSettings) -> int:
     if refusal := _unclear(settings):
-        say(f"logitd extract: {refusal}", file=sys.stderr)
+        tell("extract", refusal)
         return 2
     reporter = Reporter()
     lines = reporter.lines

@@ -7,15 +7,17 @@ If the model has no vocabulary, the prompt and the completion are token ids sepa
 import secrets
 import sys
 from dataclasses import asdict
+from functools import partial
 
 from logitd.model.inference.options import ComputeOptions
 from logitd.model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
 from logitd.model.text.tokenizer import NO_VOCABULARY
 from logitd.service.cli.program_name import command
-from logitd.service.cli.terminal import say
+from logitd.service.cli.terminal import say, tell
 from logitd.service.settings.tools import GenerateSettings
 
 ERRORS = InvalidRequest, LoadError
+_log = partial(tell, "generate")
 
 
 def run(settings: GenerateSettings) -> int:
@@ -82,7 +84,3 @@ def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
     """The value of --max-tokens, or fewer tokens if the prompt leaves less room in the context."""
     room = llm.checkpoint.shape.context_length - len(llm.encode(_prompt(llm, settings)))
     return max(1, min(settings.max_tokens, room))
-
-
-def _log(line: str) -> None:
-    say(f"logitd generate: {line}", file=sys.stderr)

@@ -5,12 +5,11 @@ standard library and a few of logitd's modules.
 """
 
 import json
-import sys
 import urllib.error
 import urllib.request
 from http.client import HTTPException
 
-from logitd.service.cli.terminal import say
+from logitd.service.cli.terminal import say, tell
 from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -40,7 +39,7 @@ def run(settings: HealthSettings) -> int:
         problem = FOREIGN
     except (OSError, ValueError) as error:  # no connection, a timeout, or a wrong URL
         problem = str(getattr(error, "reason", error))
-    say(f"logitd health: {url}: {problem}", file=sys.stderr)
+    tell("health", f"{url}: {problem}")
     return 1
 
 

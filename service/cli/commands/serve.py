@@ -28,12 +28,13 @@ from logitd.model.plural import pluralize
 from logitd.service.application.server import serve
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
-from logitd.service.cli.terminal import say, visible
+from logitd.service.cli.terminal import tell, visible
 from logitd.service.models.served import Models, NotLoaded, ServedModel
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 
 ERRORS = (NotFollowed,)
+_log = partial(tell, "serve")
 
 
 def run(settings: ServeSettings) -> int:
@@ -44,10 +45,9 @@ def run(settings: ServeSettings) -> int:
     # show.
     sources = tuple(there or missing for there, missing in zip(found, settings.models, strict=True))
     if missing := [source.served_name for source in sources if source not in found]:
-        say(
-            f"logitd serve: starting without {', '.join(missing)}: requests for a missing model "
-            "get 503, requests for the other models are answered",
-            file=sys.stderr,
+        _log(
+            f"starting without {', '.join(missing)}: requests for a missing model get 503, "
+            "requests for the other models are answered"
         )
     disable_created_metrics()  # saves one series per counter and histogram
     settings = settings.model_copy(update={"checkpoint": sources, "served_model_name": None})
@@ -60,10 +60,7 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
     try:
         checkpoint = checkpoint_at(source.path, settings.follow)
         if checkpoint != source.path:
-            say(
-                f"logitd serve: {source.path} is a run; serving its checkpoint {checkpoint.name}",
-                file=sys.stderr,
-            )
+            _log(f"{source.path} is a run; serving its checkpoint {checkpoint.name}")
         if settings.follow is not None or is_checkpoint(checkpoint):
             for name in ("code", "tokenizer"):
                 if getattr(settings, name) is not None:
@@ -85,7 +82,7 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
         return replace(source, path=path)
     except NotServable as problem:
         model = f"model {source.served_name}: " if len(settings.models) > 1 else ""
-        say(f"logitd serve: {model}{problem}{_perhaps_a_path(source)}", file=sys.stderr)
+        _log(f"{model}{problem}{_perhaps_a_path(source)}")
         return None
 
 

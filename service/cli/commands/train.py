@@ -17,7 +17,7 @@ from logitd.model.transformer.config import ConfigError
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.commands.training_view import TrainingView
 from logitd.service.cli.program_name import command
-from logitd.service.cli.terminal import ProgressLine, say
+from logitd.service.cli.terminal import ProgressLine, say, tell
 from logitd.service.settings.train import TrainSettings
 
 ERRORS = DataError, TrainingError, ConfigError, DeviceError
@@ -40,10 +40,9 @@ def run(settings: TrainSettings, began: float) -> int:
     the monotonic clock."""
     keep_freed_memory()  # each step allocates and frees the same pieces of memory
     if settings.watch and not sys.stdout.isatty():
-        say(
-            "logitd train: --watch draws on a terminal, but the output is not one: remove it, and "
-            "read the lines",
-            file=sys.stderr,
+        tell(
+            "train",
+            "--watch draws on a terminal, but the output is not one: remove it, and read the lines",
         )
         return 2
     is_main = os.environ.get("RANK", "0") == "0"
@@ -56,7 +55,7 @@ def run(settings: TrainSettings, began: float) -> int:
                 reporter(Noticed(notice))
             result = train(settings, reporter, began)
     except ERRORS as error:  # print before a SIGTERM may end the process
-        say(f"logitd train: {error}", file=sys.stderr)
+        tell("train", str(error))
         return 1
     except KeyboardInterrupt:  # the second one; after the first, the trainer saves
         print("logitd train: stopped without saving", file=sys.stderr)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from logitd.model.inference.kernels.base import Decoder, Prefilled, PrefillInput
 from logitd.model.inference.kernels.eager.taps import PieceTap
-from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
 from logitd.model.owner_code.connection import CodeModel, Wanted
 from logitd.model.transformer.stages import Key
 
@@ -103,9 +102,6 @@ class CodeDecoder(Decoder):
 
     def head(self, hidden: Tensor) -> Tensor:
         return hidden
-
-    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        return sample_tokens(logits, computed, sampling)
 
     def close(self) -> None:
         self._model.close()

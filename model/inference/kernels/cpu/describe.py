@@ -41,6 +41,9 @@ from logitd.model.transformer.gate import VALUE_GATE_WIDTH
 from logitd.model.transformer.gpt import GPT, Block, sinusoidal_table
 from logitd.model.transformer.rotary import rotary_tables
 
+SAME_IN_CONFIG = "n_layer n_head n_kv_head head_dim d_model d_ff vocab_size qk_norm residual_mix"
+"""Fields of `Model` that have the name and the value of a field of `GPTConfig`."""
+
 
 class Description:
     """The structures of one native decoder and the memory they point to.
@@ -96,24 +99,16 @@ class Description:
         if config.positions == "sinusoidal":
             sinusoids = sinusoidal_table(config.context_length, config.d_model, cpu)
         model = Model(
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_kv_head=config.n_kv_head,
-            head_dim=config.head_dim,
-            d_model=config.d_model,
-            d_ff=config.d_ff,
-            vocab_size=config.vocab_size,
+            **{name: getattr(config, name) for name in SAME_IN_CONFIG.split()},
             kind=self._kind,
             cells=self._cells,
             post_norm=config.norm_position == "post",
             parallel=config.residual == "parallel",
             rotary=config.positions == "rotary",
-            qk_norm=config.qk_norm,
             final_norm_on=config.final_norm,
             value_gate_width=min(VALUE_GATE_WIDTH, config.d_model),
             activation=ACTIVATIONS[config.activation],
             smear_width=gpt.smear_gate.in_features if config.smear else 0,
-            residual_mix=config.residual_mix,
             backout_layer=-1 if config.backout_layer is None else config.backout_layer,
             smear_scale=gpt.smear_scale.item() if config.smear else 0.0,
             backout_scale=gpt.backout_scale.item() if config.backout else 0.0,

@@ -1,11 +1,11 @@
 """Sampling on a device: the rows' parameters as integers, and the filters.
 
-Computes steps 8 to 10 of `model/inference/sampling/sampler.py`. The plain version,
-`sampling/sample.py`, reads values from the device; here all rows take the same path with shapes
-known in advance, so that the path can be recorded. A row's uniform number is uploaded with its
-parameters (`pack`), because Philox would need seventy small kernels on the device.
-`sampling_kernels.py` chooses the tokens. A GPU adds in a different order from the plain version, so
-a number within a rounding error of a threshold may fall on the other side of it.
+Computes steps 8 to 10 of `model/inference/sampling/sampler.py` with the filters of
+`sampling/sample.py`. Here all rows take the same path, without a decision on the host and with
+shapes known in advance, so that the path can be recorded. A row's uniform number is uploaded with
+its parameters (`pack`), because Philox would need seventy small kernels on the device.
+`sampling_kernels.py` chooses the tokens. A GPU adds in a different order from a CPU, so a number
+within a rounding error of a threshold may fall on the other side of it.
 
 Shapes: R rows, V vocabulary.
 """
@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.sampling.philox import uniforms
-from logitd.model.inference.sampling.sample import COLDEST, SamplingRows
+from logitd.model.inference.sampling.sample import (
+    COLDEST,
+    SamplingRows,
+    above_floor,
+    likeliest,
+)
 
 FIELDS = 6
 """Number of 64-bit integers that hold the sampling parameters of one row."""
@@ -52,29 +57,8 @@ def filter_rows(logits: Tensor, packed: Tensor) -> Tensor:
     """Set logits (R, V), float32, to -inf for the ids that the filters of their row drop. `packed`
     (R, FIELDS) is the result of `pack` on the device. Greedy rows do not change."""
     floats = packed.view(torch.float64)
-    kept = filtered_rows(
-        logits / floats[:, _DIVISOR, None].float(),
-        packed[:, _TOP_K],
-        floats[:, _TOP_P],
-        floats[:, _FLOOR].float(),
-    )
+    kept = logits / floats[:, _DIVISOR, None].float()
+    kept = likeliest(kept, packed[:, _TOP_K, None], floats[:, _TOP_P, None])
+    kept = above_floor(kept, floats[:, _FLOOR, None].float())
     greedy = packed[:, _GREEDY, None] != 0
     return torch.where(greedy | (kept > -math.inf), logits, -math.inf)
-
-
-def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) -> Tensor:
-    """Steps 8 to 10: logits (R, V) with -inf for the ids that the filters drop. `top_k`, `top_p`
-    and `floors`, which are the logarithms of min_p, are (R,). The arithmetic is the same as in
-    `filtered` of `sampling/sample.py`."""
-    width = logits.shape[-1]
-    values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
-    count = top_k.masked_fill(top_k == 0, width).clamp(max=width)
-    kth = values.gather(-1, count[:, None] - 1)  # (R, 1)
-    values = values.masked_fill(values < kth, -math.inf)
-    probs = values.double().softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs  # of the likelier ids
-    outside = (mass_before >= top_p[:, None]) & (top_p[:, None] < 1)
-    dropped = torch.empty_like(outside).scatter(-1, order, (values == -math.inf) | outside)
-    logits = logits.masked_fill(dropped, -math.inf)
-    lowest = logits.amax(dim=-1, keepdim=True) + floors[:, None]
-    return logits.masked_fill(logits < lowest, -math.inf)

@@ -16,7 +16,6 @@ from logitd.model.inference.kernels.base import Decoder, DecodeRows, Prefilled, 
 from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
 from logitd.model.inference.kv_cache import KVCache
-from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
 from logitd.model.transformer.attention import Attend
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
@@ -52,9 +51,6 @@ class PlainDecoder(Decoder):
 
     def head(self, hidden: Tensor) -> Tensor:
         return grouped_logits(self._gpt, hidden, self._row_groups)
-
-    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        return sample_tokens(logits, computed, sampling)
 
 
 def step_logits(
