@@ -254,7 +254,9 @@ class Timings(ReplyBody):
     prefill_ms: float
     decode_ms: float
     ttft_ms: float = Field(description="Time from arrival to the first token.")
-    tokens_per_second: float = Field(description="Generated tokens over the decoding time.")
+    tokens_per_second: float = Field(
+        description="Generated tokens after the first of each choice, over the decoding time."
+    )
 
 
 class GenerateReply(Reply):

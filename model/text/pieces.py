@@ -9,8 +9,9 @@ with a space    each stored token begins with a space, which need not be in the 
                 applied to the result of `re.findall` or `str.split`. Decoding writes a space
                 before each word; encoding this text again returns the same ids
 
-A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped after
-`MOST_SECONDS`. `model/convert/vocabulary/words.py` chooses the pattern.
+A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped when
+it has taken too long for the length of the text (`MOST_SECONDS`).
+`model/convert/vocabulary/words.py` chooses the pattern.
 """
 
 import re
@@ -19,8 +20,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import regex
 
+TIMED_CHARACTERS = 100_000
 MOST_SECONDS = 2.0
-"""Time limit, in seconds, for splitting one text by an unknown pattern."""
+"""Time limit for splitting TIMED_CHARACTERS characters of a text, or a shorter text, by an unknown
+pattern. It counts seconds of the thread's processor time, so other programs do not decide whether a
+text is accepted."""
 
 JOINED_CUTS = (
     r"\w+|[^\w\s]|\s",
@@ -62,12 +66,13 @@ class UnknownPiece(ValueError):
 
 
 def cut_in_time(pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[str]]:
-    """The matches of a pattern that may need exponential time. Raises UnknownPiece after
-    MOST_SECONDS."""
-    deadline, at = time.monotonic() + MOST_SECONDS, 0
+    """The matches of a pattern that may need exponential time. Raises UnknownPiece if it takes more
+    than MOST_SECONDS for each TIMED_CHARACTERS characters."""
+    limit = MOST_SECONDS * max(1.0, len(text) / TIMED_CHARACTERS)
+    deadline, at = time.thread_time() + limit, 0
     try:
         while True:
-            left = deadline - time.monotonic()
+            left = deadline - time.thread_time()
             if left <= 0:  # a quadratic pattern: each search is fast
                 raise TimeoutError
             piece = pattern.search(text, at, concurrent=True, timeout=left)
@@ -77,8 +82,8 @@ def cut_in_time(pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[s
             at = max(piece.end(), at + 1)
     except TimeoutError as error:
         raise UnknownPiece(
-            f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds for this "
-            "text: send a shorter text, or token ids"
+            f"the vocabulary's split pattern takes more than {limit:g} seconds for a text of "
+            f"{len(text):,} characters: use a shorter text, or token ids"
         ) from error
 
 

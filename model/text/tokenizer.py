@@ -45,9 +45,11 @@ It is similar to GPT-4's pattern. Combining marks stay with their letters, as Hi
 scripts need. A piece has at most two digits. The length of a run of white space is limited, because
 with the published patterns about a million spaces overflow tiktoken's stack.
 """
+CHARACTERS = r"[\s\S]"
+"""Split pattern that matches single characters, including line breaks."""
 KNOWN_PATTERNS = frozenset(
     (
-        *(SPLIT_PATTERN, GPT2_PATTERN, CL100K_PATTERN),
+        *(SPLIT_PATTERN, GPT2_PATTERN, CL100K_PATTERN, CHARACTERS),
         SPLIT_PATTERN.replace(r"\p{L}[\p{L}\p{M}]*+", r"\p{L}++"),  # used by older checkpoints
     )
 )

@@ -82,7 +82,8 @@ class Timings:
     prefill_ms: float
     decode_ms: float
     ttft_ms: float  # Time from arrival to the first token.
-    tokens_per_second: float  # Generated tokens over the decoding time.
+    # Generated tokens after the first of each choice, over the decoding time.
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True)

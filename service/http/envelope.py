@@ -33,13 +33,15 @@ def checkpoint_metadata(checkpoint: CheckpointInfo) -> dict[str, str]:
 def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str, float]:
     """The members of `Timings` for a request. The queue phase lasts from the arrival of the first
     sequence to the first admission, the prefill phase from there until the first prompt is
-    computed, and the decode phase until the last sequence ends."""
+    computed, and the decode phase until the last sequence ends. The first token of a sequence is
+    sampled at the end of its prefill, so the rate does not count it."""
     phases = _phases(finishes)
     decoding = phases["decode"] / 1e3
+    decoded = max(0, completion_tokens - len(finishes))
     return {
         **{f"{phase}_ms": took for phase, took in phases.items()},
         "ttft_ms": phases["queue"] + phases["prefill"],
-        "tokens_per_second": completion_tokens / decoding if decoding > 0 else 0.0,
+        "tokens_per_second": decoded / decoding if decoding > 0 else 0.0,
     }
 
 

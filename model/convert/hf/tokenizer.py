@@ -27,14 +27,9 @@ from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.merges import last_pair, merge_piece, unwritten, written
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import source_object
-from logitd.model.convert.vocabulary.words import (
-    CHARACTERS,
-    WHOLE_TEXT,
-    with_all_bytes,
-    word_tokenizer,
-)
+from logitd.model.convert.vocabulary.words import WHOLE_TEXT, with_all_bytes, word_tokenizer
 from logitd.model.text.pieces import WORDS_AND_MARKS
-from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
+from logitd.model.text.tokenizer import CHARACTERS, END_OF_TEXT, Tokenizer
 
 TOKENIZER = "tokenizer.json"
 

@@ -28,10 +28,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.text.pieces import JOINED_CUTS, SPACED_CUTS, whole_first
-from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
+from logitd.model.text.tokenizer import CHARACTERS, END_OF_TEXT, Tokenizer
 
-CHARACTERS = r"[\s\S]"
-"""Split pattern that matches single characters, including line breaks."""
 WHOLE_TEXT = r"[\s\S]+"
 """Split pattern that matches the whole text, so the text is not split."""
 

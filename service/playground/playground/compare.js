@@ -45,7 +45,8 @@ class Side {
         if (event.usage) {
           const bits = this.tokens.reduce((sum, { logprob }) => sum - logprob / Math.LN2, 0);
           const per = this.tokens.length ? `, ${(bits / this.tokens.length).toFixed(2)} bits per token` : "";
-          this.status.textContent = `${this.tokens.length} tokens${per}, ${event.timings.tokens_per_second.toFixed(0)} tokens/s`;
+          const rate = event.timings.tokens_per_second;
+          this.status.textContent = `${this.tokens.length} tokens${per}${rate ? `, ${rate.toFixed(0)} tokens/s` : ""}`;
         }
         drawTokens(this.text, this.prompt, this.tokens, { vocabulary: this.vocabulary, onclick: (index, span) => this.onlook(this, index, span) });
       }

@@ -34,7 +34,7 @@ class Run {
     if (!event.usage) return;
     const { tokens_per_second: rate, ttft_ms: first } = event.timings;
     const count = event.usage.completion_tokens;
-    this.status = `${count} token${count === 1 ? "" : "s"}, ${rate.toFixed(0)} tokens/s, the first after ${first.toFixed(1)} ms, seed ${this.body.seed}, step ${event.checkpoint.step.toLocaleString("en")}`;
+    this.status = `${count} token${count === 1 ? "" : "s"}, ${rate ? `${rate.toFixed(0)} tokens/s, ` : ""}the first after ${first.toFixed(1)} ms, seed ${this.body.seed}, step ${event.checkpoint.step.toLocaleString("en")}`;
   }
 
   all = () => [...this.prompt, ...this.tokens];

@@ -22,6 +22,7 @@ from logitd.model.text import pieces
 from logitd.model.text.growing_text import GrowingText
 from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import (
+    CHARACTERS,
     END_OF_TEXT,
     SPLIT_PATTERN,
     Tokenizer,
@@ -392,8 +393,26 @@ def test_quadratic_pattern_is_stopped(
         tokenizer.encode("a" * 20_000)
 
 
+@pytest.mark.parametrize("kind", ["bpe", "pieces"])
+def test_linear_pattern_may_take_longer_for_a_longer_text(
+    kind: TokenizerKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)} if kind == "bpe" else {b"word ": 0}
+    tokenizer = Tokenizer(ranks=ranks, pattern=r"\w+ ?", special_tokens={}, kind=kind)
+    assert not tokenizer.cuts_in_time
+    monkeypatch.setattr(pieces, "MOST_SECONDS", 0.3)
+    assert tokenizer.encode("word " * 400_000)[-1] in (0, ord(" "))
+
+
 def test_known_patterns_run_in_linear_time() -> None:
     assert TOKENIZER.cuts_in_time
+    characters = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)}, pattern=CHARACTERS, special_tokens={}
+    )
+    assert characters.cuts_in_time
+    began = time.process_time()
+    assert len(characters.encode("a b\n" * 250_000)) == 1_000_000
+    assert time.process_time() - began < 2
     assert Tokenizer.without_text(9).cuts_in_time
     bundled = Path(__file__).parents[3] / "checkpoints" / "python-small"
     assert read_checkpoint(bundled).tokenizer.cuts_in_time  # it has an older pattern

@@ -31,8 +31,14 @@ def test_timings_span_all_sequences() -> None:
         "prefill_ms": 500.0,
         "decode_ms": 4000.0,
         "ttft_ms": 1000.0,
-        "tokens_per_second": 2.0,
+        "tokens_per_second": 1.5,
     }
+
+
+def test_rate_does_not_count_tokens_of_the_prefill_phase() -> None:
+    only_first = finish(10.0, 10.5, 11.0, 11.0001)
+    assert timings([only_first], 1)["tokens_per_second"] == 0.0
+    assert timings([finish(10.0, 10.5, 11.0, 13.0)], 5)["tokens_per_second"] == 2.0
 
 
 def test_timings_without_a_start_are_not_divided() -> None:
