@@ -189,7 +189,7 @@ def plan(body: CircuitRequest, subject: Subject) -> Planning:
                 "index": index,
                 "token_ids": request.token_ids,
                 "position": request.task.position,
-                **_circuit_json(computed.circuits[request.request_id], subject.tokenizer),
+                **_circuit_json(computed.attributions[request.request_id], subject.tokenizer),
             }
             for index, request in enumerate(requests)
         ]

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.direct import BlockRow, block_row, direct_parts, kept_row
+from logitd.model.inference.attribution.direct import direct_parts, kept_row
 from logitd.model.inference.attribution.gradients import (
+    Pieces,
     TextPasses,
     Watch,
     backout,
@@ -35,35 +36,18 @@ from logitd.model.transformer.stages import match_stages
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 
-class Attributing:
+def attributing(
+    gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None = None
+) -> Pieces[Attribution]:
     """The attributions of one prompt, computed piece by piece. Each block runs in the context that
     `watched` creates."""
-
-    def __init__(
-        self,
-        gpt: GPT,
-        token_ids: Sequence[int],
-        task: AttributionTask,
-        watched: Watch | None = None,
-    ) -> None:
-        self._pieces = _Prompt(gpt, token_ids, task, watched).pieces()
-
-    def advance(self) -> Attribution | None:
-        """Compute one piece. Returns the result after the last piece, and None before that."""
-        # The engine computes in inference mode, but autograd rejects its tensors.
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                next(self._pieces)
-            except StopIteration as end:
-                result: Attribution = end.value
-                return result
-        return None
+    return Pieces(_Prompt(gpt, token_ids, task, watched).pieces())
 
 
 class _Prompt:
-    """A prompt, its task, and the generator of its pieces. If `pieces` were a method of
-    `Attributing`, the object and its generator would form a reference cycle, and only the garbage
-    collector would free the tensors of a dropped attribution."""
+    """A prompt, its task, and the generator of its pieces. Only the generator refers to this
+    object. If this object also referred to the generator, the two would form a reference cycle, and
+    only the garbage collector would free the tensors of a dropped attribution."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -94,7 +78,7 @@ class _Prompt:
         times_input = "gradient_times_input" in task.methods
         backward = times_input or bool(task.stages) or task.probe is not None
         streams: list[Tensor] | None = [] if backward else None
-        rows: list[BlockRow] | None = [] if "direct" in task.methods else None
+        rows: list[dict[str, Tensor]] | None = [] if "direct" in task.methods else None
         last = yield from self._forward(embedding, streams, rows)
         # 2) The target.
         token_id, minus_id, direction = task.token_id, task.minus_id, None
@@ -141,7 +125,7 @@ class _Prompt:
         )
 
     def _forward(
-        self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
+        self, x: Tensor, streams: list[Tensor] | None, rows: list[dict[str, Tensor]] | None = None
     ) -> Generator[None, None, Tensor]:
         """Run `x`, the stream that enters the first block, through all blocks, one block in each
         piece. Returns the last stream (1, T, C), after `backout`. Appends the input of each block
@@ -153,7 +137,7 @@ class _Prompt:
             if streams is not None:
                 streams.append(before)
             if rows is not None and isinstance(tap, KeptStages):
-                rows.append(block_row(tap.kept, before[0, row]))
+                rows.append({**tap.kept, "input": before[0, row]})
 
         return self._passes.all_blocks(
             x, lambda layer: UNTAPPED if rows is None else kept_row(row), keep
@@ -279,11 +263,3 @@ class _Prompt:
         """The attributions of all tokens of the prompt; 0 for tokens after the task's position."""
         behind = self._length - self._task.position - 1
         return (*values[: self._task.position + 1].tolist(), *[0.0] * behind)
-
-
-def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:
-    """Compute all attributions that a task requests for a prompt."""
-    attributing = Attributing(gpt, token_ids, task)
-    while (result := attributing.advance()) is None:
-        pass
-    return result

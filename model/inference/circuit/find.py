@@ -14,11 +14,10 @@ parts are kept. Then it bisects.
 import math
 from collections.abc import Generator, Sequence
 
-import torch
 from torch import Tensor
 
 from logitd.model.device import one_thread
-from logitd.model.inference.attribution.gradients import TextPasses
+from logitd.model.inference.attribution.gradients import Pieces, TextPasses
 from logitd.model.inference.circuit.ablate import ablate
 from logitd.model.inference.circuit.edges import Graph
 from logitd.model.inference.circuit.frozen import ATTENTION, VALUES
@@ -38,30 +37,9 @@ CLOSE = 2.0
 At the upper bound too few parts are kept; at the lower bound enough, or too many."""
 
 
-class Finding:
-    """The computation of one circuit, piece by piece."""
-
-    def __init__(self, gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> None:
-        self._pieces = _pieces(gpt, token_ids, task)
-
-    def advance(self) -> Circuit | None:
-        """Compute one piece. Returns the result after the last piece, and None before that."""
-        # Autograd, which the forward pass turns on, rejects tensors of inference mode.
-        with one_thread(), torch.inference_mode(False), torch.no_grad():
-            try:
-                next(self._pieces)
-            except StopIteration as end:
-                circuit: Circuit = end.value
-                return circuit
-        return None
-
-
-def find_circuit(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Circuit:
-    """Compute all pieces of a prompt's circuit."""
-    finding = Finding(gpt, token_ids, task)
-    while (circuit := finding.advance()) is None:
-        pass
-    return circuit
+def finding(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Pieces[Circuit]:
+    """The circuit of one prompt, computed piece by piece."""
+    return Pieces(_pieces(gpt, token_ids, task), one_thread)
 
 
 def _pieces(

@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from logitd.model.inference.attribution.task import AttributionTask
-from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import prices, step_cost
 from logitd.model.inference.engine.events import (
     AttributionEvent,
-    CircuitEvent,
     EngineStats,
     Event,
     FinishEvent,
@@ -347,10 +345,7 @@ class Engine:
             task = None if request is None else request.task
             probed = isinstance(task, AttributionTask) and task.probe is not None
             return [self._finish_with_error(sequence, message, "direction" if probed else None)]
-        if isinstance(attribution, Circuit):
-            event: Event = CircuitEvent(sequence.request_id, sequence.index, attribution)
-        else:
-            event = AttributionEvent(sequence.request_id, sequence.index, attribution)
+        event = AttributionEvent(sequence.request_id, sequence.index, attribution)
         return [event, self._finish(sequence, FinishReason.STOP)]
 
     def _append(self, sequence: Sequence, result: SampleResult, events: list[Event]) -> None:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from logitd.model.device import one_thread
-from logitd.model.inference.attribution import gradients
-from logitd.model.inference.attribution.attribute import Attributing
+from logitd.model.inference.attribution.attribute import attributing
+from logitd.model.inference.attribution.gradients import Pieces, threads_keep_bits
 from logitd.model.inference.attribution.task import Attribution
-from logitd.model.inference.circuit.find import Finding
+from logitd.model.inference.circuit.find import finding
 from logitd.model.inference.circuit.task import Circuit, CircuitTask
 from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.outputs import (
@@ -152,7 +152,7 @@ class Runner:
         self._clock = clock
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
-        self._attributing: dict[Sequence, Attributing | Finding] = {}
+        self._attributing: dict[Sequence, Pieces[Attribution] | Pieces[Circuit]] = {}
         self.cache: KVCache | TokenCache
         if isinstance(network, CodeModel):
             self.device = torch.device("cpu")
@@ -213,7 +213,7 @@ class Runner:
             )
             normed = partial(final_norm, network)
             backout_scale = network.backout_scale if network.config.backout else None
-            contention = ContentionMonitor(network, keep_bits=gradients.threads_keep_bits)
+            contention = ContentionMonitor(network, keep_bits=threads_keep_bits)
         return ForwardModel(
             network=network,
             decoder=decoder,
@@ -251,11 +251,11 @@ class Runner:
         gpt, contention = self.whole_gpt(), self.model.contention
         assert contention is not None
         if sequence not in self._attributing:
-            begun: Attributing | Finding
+            begun: Pieces[Attribution] | Pieces[Circuit]
             if isinstance(request.task, CircuitTask):
-                begun = Finding(gpt, request.token_ids, request.task)
+                begun = finding(gpt, request.token_ids, request.task)
             else:
-                begun = Attributing(gpt, request.token_ids, request.task, contention.watched)
+                begun = attributing(gpt, request.token_ids, request.task, contention.watched)
             self._attributing[sequence] = begun
         return self._attributing[sequence].advance()
 
