@@ -104,7 +104,7 @@ class _Prompt:
             yield
         if streams is not None:
             gradient = yield from self._backward(last, streams, direction, stages=True)
-            gradient = self._begin(embedding, gradient)
+            self._reach("embedding", embedding, gradient)
             if times_input:
                 gradient_times_input = self._of_tokens(per_token(embedding, gradient))
             del gradient
@@ -174,19 +174,15 @@ class _Prompt:
 
     def _end(self, last: Tensor, direction: Tensor | None, *, keep: bool) -> Tensor:
         """The gradient (1, T, C) of the target with respect to the last stream."""
-        row, wanted = self._task.position, self._wanted[None]
         gradient = torch.zeros_like(last)
         if direction is not None:
             gradient = self._passes.head_gradient(last, direction)
-        if self._probe_at == (None, "backout"):
-            self._probed = product(last[0], row, self._direction()).item()
-            gradient[0, row] += self._direction()
-        if keep and "final_norm" in wanted:
+        if keep and "final_norm" in self._wanted[None]:
             of_final = self._gradients["final_norm"] = torch.zeros_like(last)[0]
             if direction is not None:
-                of_final[row] = direction
-        if keep and "backout" in wanted:
-            self._gradients["backout"] = gradient[0]
+                of_final[self._task.position] = direction
+        if keep:
+            self._reach("backout", last, gradient)
         return gradient
 
     def _stages_backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
@@ -203,16 +199,15 @@ class _Prompt:
         self._probed += found.probed or 0.0
         return found.of_input
 
-    def _begin(self, embedding: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with respect to the stream that enters the first block. If the target is a
-        probe of this stream, adds the probe's direction."""
-        if self._probe_at == (None, "embedding"):
+    def _reach(self, stage: str, value: Tensor, gradient: Tensor) -> None:
+        """Keep the gradient with respect to a stage outside the blocks, if it is wanted. If the
+        target is a probe of this stage, first add the probe's direction."""
+        if self._probe_at == (None, stage):
             row, direction = self._task.position, self._direction()
-            self._probed = product(embedding[0], row, direction).item()
+            self._probed = product(value[0], row, direction).item()
             gradient[0, row] += direction
-        if "embedding" in self._wanted[None]:
-            self._gradients["embedding"] = gradient[0]
-        return gradient
+        if stage in self._wanted[None]:
+            self._gradients[stage] = gradient[0]
 
     def _direction(self) -> Tensor:
         assert self._task.probe is not None
