@@ -41,7 +41,9 @@ def reuse_shards(
     assert end_of_text is not None
     for shard in shards:
         _check_ids(shard, tokenizer.vocab_size)
-    ends = [document_ends(shard.tokens, end_of_text) if shard.count else [] for shard in shards]
+    ends: list[list[int]] = [
+        document_ends(shard.tokens, end_of_text).tolist() if shard.count else [] for shard in shards
+    ]
     count, lengths = sum(map(len, ends)), byte_lengths(tokenizer)
 
     def write(side: Side, ids: Ids) -> None:

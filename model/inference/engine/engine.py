@@ -286,7 +286,8 @@ class Engine:
             self._scheduler.prefilled(chunk, now)
             scores, outputs = output.scores.get(sequence, ()), output.outputs.get(sequence)
             if scores is None or isinstance(outputs, str):
-                events.append(self._not_finite(sequence, outputs or NOT_FINITE.message))
+                reason = outputs if isinstance(outputs, str) else NOT_FINITE.message
+                events.append(self._not_finite(sequence, reason))
                 continue
             events += scores
             if outputs is not None:

@@ -135,7 +135,7 @@ def test_attribution_and_batch_change_no_bit_of_each_other(
         assert together[key].computed == outcome.computed, key
     for name in ("why", "and why"):
         attribution = together[name, 0].attribution
-        assert attribution is not None
+        assert isinstance(attribution, Attribution)
         assert attribution == alone
         for stage in STAGES:
             assert np.array_equal(attribution.gradients[stage], alone.gradients[stage])
