@@ -312,6 +312,7 @@ class LLM:
         `direction`, the target is a direction at a stage instead of a logit."""
         given = {"prompt": prompt, **_tokens(token=token, minus=minus), **fields}
         _, computed = self._computed("attributions", **given)
+        attribution: Attribution
         (attribution,) = computed.attributions.values()
         return attribution
 

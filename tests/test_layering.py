@@ -45,7 +45,8 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.errors", "model.inference.selection", "model.plural", "model.transformer",
     },
     "model.inference.sweep": {
-        "model.inference.errors", "model.inference.interventions", "model.transformer",
+        "model.inference.errors", "model.inference.interventions", "model.inference.sampling",
+        "model.transformer",
     },
     "model.inference.attribution": {"model.device", "model.transformer"},
     "model.inference.circuit": {"model.device", "model.inference.attribution", "model.transformer"},

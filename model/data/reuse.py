@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
+from logitd.model.data.batches import document_ends
 from logitd.model.data.shards import Shard, ShardWriter, open_shard, outside
 from logitd.model.data.split import Side, lot_of, plan_split
 from logitd.model.data.vocabulary import tokenizer_sha256
@@ -39,8 +39,12 @@ def reuse_shards(
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
-    ends = [_document_ends(shard, tokenizer.vocab_size, end_of_text) for shard in shards]
-    count, lengths = sum(map(len, ends)) - len(ends), byte_lengths(tokenizer)
+    for shard in shards:
+        _check_ids(shard, tokenizer.vocab_size)
+    ends: list[list[int]] = [
+        document_ends(shard.tokens, end_of_text).tolist() if shard.count else [] for shard in shards
+    ]
+    count, lengths = sum(map(len, ends)), byte_lengths(tokenizer)
 
     def write(side: Side, ids: Ids) -> None:
         for part in _chunks(ids):
@@ -53,7 +57,7 @@ def reuse_shards(
 
     def documents() -> Iterator[tuple[int, Ids]]:
         for shard, borders in zip(shards, ends, strict=True):
-            for start, end in pairwise(borders):
+            for start, end in pairwise([0, *borders]):
                 ids = shard.tokens[start:end]
                 yield lot_of(part.astype("<u4").tobytes() for part in _chunks(ids)), ids
 
@@ -76,19 +80,13 @@ def shards_sha256(paths: Sequence[Path], tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def _document_ends(shard: Shard, vocab_size: int, end_of_text: int) -> list[int]:
-    """The boundaries between documents: 0, and the index after the last token of each document. A
-    document ends with its END_OF_TEXT or at the end of the shard. Raises DataError for an id
-    outside the vocabulary."""
-    ends, first = [0], 0
+def _check_ids(shard: Shard, vocab_size: int) -> None:
+    """Raise DataError for an id outside the vocabulary."""
+    first = 0
     for ids in _chunks(shard.tokens):
         if ids.max() >= vocab_size:
             raise outside(ids, first, vocab_size, str(shard.path))
-        ends += (first + 1 + np.flatnonzero(ids == end_of_text)).tolist()
         first += len(ids)
-    if ends[-1] != first:
-        ends.append(first)
-    return ends
 
 
 def _chunks(ids: Ids) -> Iterator[Ids]:

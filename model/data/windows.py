@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
-from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer
 
 UNCOUNTED = -100
@@ -72,19 +72,26 @@ def validation_windows(
 
 
 def rolling_windows(
-    shard: Shard, tokenizer: Tokenizer, *, window: int, stride: int, batch_size: int
+    shard: Shard,
+    tokenizer: Tokenizer,
+    *,
+    window: int,
+    stride: int,
+    batch_size: int,
+    name: str = "the text",
 ) -> Windows:
     """Windows in which every token of a text except the first counts exactly once, `stride` tokens
     per window. Each token is predicted from at least window - stride tokens, or from all tokens
-    before it if there are fewer. The last window ends with the text."""
+    before it if there are fewer. The last window ends with the text. Raises DataError for a text,
+    which is called `name`, with fewer than 2 tokens, and for an impossible stride."""
     if shard.count < 2:
-        raise ValueError(
-            f"the text has {pluralize(shard.count, 'token')}, too few to predict any: "
-            "at least 2 are needed"
+        raise DataError(
+            f"{name} has too few tokens ({shard.count}): measuring a loss needs at least 2"
         )
     if not 1 <= stride <= window:
-        raise ValueError(
-            f"stride is {stride}; it must be from 1 to {window}, the number of tokens in a window"
+        raise DataError(
+            f"stride is {stride}, but the model's context is {window}: set a stride from 1 to "
+            f"{window}, so that no tokens between two windows are left out"
         )
     last = shard.count - 1  # the last token that is predicted
     width = min(window, last)

@@ -3,7 +3,7 @@
 The tokens come from the text that the caller names. By default they come from the validation shard
 of the checkpoint's run. If the checkpoint is not in a run directory but was trained on Python's own
 text, they come from the held-out part of that text. Only the needed part of a text is read.
-`quantization_loss.py` computes the loss.
+`quantization.py` computes the loss.
 """
 
 import sys
@@ -88,27 +88,19 @@ def require_vocabulary(checkpoint: CheckpointInfo) -> None:
 
 def _tokenized(documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int) -> Shard:
     """The tokens of the first `limit` bytes, as a shard in memory."""
+    tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
     try:
-        ids, size = _first_ids(documents, checkpoint, limit)
+        for document in documents:
+            for piece in document.pieces():
+                raw = piece.encode()[:limit]
+                limit -= len(raw)
+                whole = raw.decode(errors="ignore")
+                ids += encode(tokenizer, whole, special_ids=checkpoint.special_ids)
+                size += len(whole.encode())
+                if limit == 0:
+                    return Shard(Path(), np.array(ids, dtype=np.int64), size)
+            if tokenizer.end_of_text is not None:
+                ids.append(tokenizer.end_of_text)
     except OSError as error:
         raise DataError(f"the text cannot be read: {error}") from error
     return Shard(Path(), np.array(ids, dtype=np.int64), size)
-
-
-def _first_ids(
-    documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int
-) -> tuple[list[int], int]:
-    """The ids of the first `limit` bytes, and the number of bytes that they represent."""
-    tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
-    for document in documents:
-        for piece in document.pieces():
-            raw = piece.encode()[:limit]
-            limit -= len(raw)
-            whole = raw.decode(errors="ignore")
-            ids += encode(tokenizer, whole, special_ids=checkpoint.special_ids)
-            size += len(whole.encode())
-            if limit == 0:
-                return ids, size
-        if tokenizer.end_of_text is not None:
-            ids.append(tokenizer.end_of_text)
-    return ids, size

@@ -14,7 +14,7 @@ On the held-out text of a run, in the dtype of training, the result equals the t
 trainer evaluated on the whole text (`eval_batches`). In float32 the two results differ by rounding.
 
 The tokens are written to disk, so the text may be larger than memory. A window may contain the end
-of one document and the start of the next, as in training. `model/evaluation/quantization_loss.py`
+of one document and the start of the next, as in training. `model/evaluation/quantization.py`
 compares two losses.
 """
 
@@ -40,7 +40,7 @@ from logitd.model.data.vocabulary import encode, tokenizer_sha256
 from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
 from logitd.model.device import Placement, one_thread, use_threads
 from logitd.model.evaluation.held_out import held_out_text, require_vocabulary
-from logitd.model.evaluation.quantization_loss import new_decoder, step_nats
+from logitd.model.evaluation.quantization import new_decoder, step_nats
 from logitd.model.inference.kernels.base import Decoder, PrefillInput
 from logitd.model.inference.kernels.select import KernelError, check_kv_cache_dtype
 from logitd.model.inference.load import LoadedModel, load_model
@@ -119,7 +119,15 @@ def text_loss(
     use_threads(placement.threads)
     try:
         with _text(checkpoint, data, reading) as (name, shard):
-            windows = _windows(checkpoint, name, shard, stride, batch_size)
+            context = checkpoint.shape.context_length
+            windows = rolling_windows(
+                shard,
+                checkpoint.tokenizer,
+                window=context,
+                stride=stride or context,
+                batch_size=batch_size,
+                name=name,
+            )
             began = time.monotonic()
             if isinstance(loaded.network, CodeModel):
                 evaluation = _summed(_by_code(loaded.network, windows), windows)
@@ -144,28 +152,6 @@ def text_loss(
         placement=placement,
         options=options,
         seconds=seconds,
-    )
-
-
-def _windows(
-    checkpoint: CheckpointInfo, name: str, shard: Shard, stride: int | None, batch_size: int
-) -> Windows:
-    context = checkpoint.shape.context_length
-    if shard.count < 2:
-        raise DataError(
-            f"{name} has too few tokens ({shard.count}): measuring a loss needs at least 2"
-        )
-    if stride is not None and stride > context:
-        raise DataError(
-            f"stride is {stride}, but the model's context is {context}: tokens between two windows "
-            "would be left out"
-        )
-    return rolling_windows(
-        shard,
-        checkpoint.tokenizer,
-        window=context,
-        stride=stride or context,
-        batch_size=batch_size,
     )
 
 

@@ -15,23 +15,19 @@ A HookedGPT shares no state with the engine, so the engine's results never chang
 Shapes: B sequences, T positions, V = vocab_size.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from logitd.model.hooked.cache import ActivationCache
+from logitd.model.hooked.cache import ActivationCache, Where, take
 from logitd.model.hooked.config import HookedConfig, PaddingSide
 from logitd.model.hooked.folding import fold_weights
-from logitd.model.hooked.generation import continued
 from logitd.model.hooked.names import positions_axis
 from logitd.model.hooked.network import hooked_copy
-from logitd.model.hooked.points import HookPoint
-from logitd.model.hooked.reading import Where, take
-from logitd.model.hooked.registry import AddedHooks, HookRegistry, NamesFilter
+from logitd.model.hooked.points import AddedHooks, HookedModel, HookPoint, NamesFilter
 from logitd.model.hooked.tap import run
 from logitd.model.hooked.tokens import Batch, Input, Tokens, beginning
 from logitd.model.hooked.weights import HookedWeights
@@ -42,7 +38,7 @@ from logitd.model.transformer.gpt import GPT
 ReturnType = Literal["logits", "loss", "both"] | None
 
 
-class HookedGPT:
+class HookedGPT(HookedModel):
     """A GPT with hook points. `API` lists the attributes that `LLM` forwards to this class."""
 
     API = frozenset(
@@ -61,12 +57,9 @@ class HookedGPT:
         self.cfg = HookedConfig.of(
             gpt.config, gpt.token_embedding.weight, name, bos=beginning(tokenizer) is not None
         )
-        registry = self._registry = HookRegistry(gpt.config, self.cfg)
-        self.hook_dict = self.mod_dict = registry.points
-        self.add_hook, self.add_perma_hook = registry.add_hook, registry.add_perma_hook
-        self.reset_hooks = registry.reset_hooks
-        self._gpt, self._unembed = hooked_copy(gpt, registry.points)
-        self._weights = HookedWeights(self._gpt, self._unembed, registry.points)
+        super().__init__(gpt.config, self.cfg)
+        self._gpt, self._unembed = hooked_copy(gpt, self.hook_dict)
+        self._weights = HookedWeights(self._gpt, self._unembed, self.hook_dict)
         self.tokenizer = tokenizer
         tokens = self._tokens = Tokens(tokenizer, self.cfg)
         self.to_tokens, self.to_string = tokens.to_tokens, tokens.to_string
@@ -174,7 +167,7 @@ class HookedGPT:
             value = value.detach().to(device or value.device)
             kept[hook.name + suffix] = take(value, pos_slice, positions_axis(hook.name))
 
-        names = self._registry.chosen(names_filter)
+        names = self.chosen_points(names_filter)
         save_gradient = partial(save, suffix="_grad")
         backward = [(name, save_gradient) for name in names] if incl_bwd else []
         with self.hooks(
@@ -200,21 +193,19 @@ class HookedGPT:
         prepend_bos: bool | None = None,
         return_type: Literal["input", "str", "tokens"] = "input",
     ) -> Any:
-        """Continue a text, texts, or ids (B, T), with the hooks in place (`generation.py`). A
-        sequence that has ended is padded with the first token of `eos_token_id`, by default the
-        end-of-document token. Shorter texts are padded on the left."""
+        """Continue a text, texts, or ids (B, T), with the hooks in place. A sequence that has ended
+        is padded with the first token of `eos_token_id`, by default the end-of-document token.
+        Shorter texts are padded on the left.
+
+        At temperature 0 or below, each token is the likeliest; otherwise it is sampled from the
+        `top_k` likeliest (None: all) with torch's global random generator. The whole text is
+        computed again for each new token, so `LLM.generate` is many times faster."""
         as_texts = isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str))
         batch = self._tokens.batch(input, prepend_bos, "left" if as_texts else None)
         chosen = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-        ids = continued(
-            self._run,
-            batch,
-            max_new_tokens,
-            temperature=temperature if do_sample else 0.0,
-            top_k=top_k,
-            ends=(chosen or self.tokenizer.ends) if stop_at_eos else (),
-            context=self.cfg.n_ctx,
-        )
+        ends = (chosen or self.tokenizer.ends) if stop_at_eos else ()
+        temperature = temperature if do_sample else 0.0
+        ids = self._continued(batch, max_new_tokens, temperature, top_k, ends)
         if return_type == "tokens" or (return_type == "input" and not as_texts):
             return ids
         begins = as_texts and self._tokens.prepends(prepend_bos)
@@ -223,19 +214,27 @@ class HookedGPT:
         texts = [self.to_string(row[start:]) for row, start in rows]
         return texts[0] if isinstance(input, str) else texts
 
-    # Hooks
+    @torch.no_grad()
+    def _continued(
+        self, batch: Batch, tokens: int, temperature: float, top_k: int | None, ends: Sequence[int]
+    ) -> Tensor:
+        """The ids of the batch and of its continuations (B, T + tokens); fewer columns if all
+        sequences end earlier. Each row of the batch is padded at its beginning."""
+        ids, real, context = batch.ids, batch.real, self.cfg.n_ctx
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for _ in range(tokens):
+            row = self._run(Batch(ids[:, -context:], real[:, -context:]))[:, -1]
+            new = _chosen(row, temperature, top_k)
+            if ends:
+                new = torch.where(ended, ends[0], new)
+                ended |= torch.isin(new, torch.tensor(ends, device=ids.device))
+            ids = torch.cat((ids, new[:, None]), dim=1)
+            real = torch.cat((real, torch.ones_like(real[:, :1])), dim=1)
+            if ends and ended.all():
+                break
+        return ids
 
-    @contextmanager
-    def hooks(
-        self,
-        fwd_hooks: AddedHooks = (),
-        bwd_hooks: AddedHooks = (),
-        reset_hooks_end: bool = True,
-        clear_contexts: bool = False,
-    ) -> Generator[Self]:
-        """A context in which hooks are added to the model."""
-        with self._registry.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
-            yield self
+    # Hooks
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Also compute `attn.hook_result`, the output of each head (B, T, H, d_model)."""
@@ -345,3 +344,14 @@ class HookedGPT:
             return losses if per_token else losses.mean()
         real = (attention_mask[:, :-1] * attention_mask[:, 1:]).bool()
         return losses.masked_fill(~real, 0.0) if per_token else losses[real].mean()
+
+
+def _chosen(row: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """The token (B,) chosen from each row of logits (B, V)."""
+    if temperature <= 0:
+        return row.argmax(dim=-1)
+    row = row / temperature
+    if top_k is not None:
+        least = row.topk(top_k).values[:, -1:]
+        row = row.masked_fill(row < least, float("-inf"))
+    return torch.multinomial(row.softmax(dim=-1), 1)[:, 0]

@@ -2,18 +2,30 @@
 
 As in TransformerLens, a forward hook gets the tensor and the point, `fn(tensor, hook=point)`, and
 may return a tensor that replaces it. A backward hook gets the gradient with respect to that tensor,
-and may return another gradient. `names.py` lists the points of a model.
+and may return another gradient. `names.py` lists the points of a model. The caller names a point by
+its full name or the bridge's name, or selects several points with a function that returns True for
+their names.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Self
 
 from torch import Tensor
+
+from logitd.model.hooked.config import HookedConfig
+from logitd.model.hooked.names import SETTINGS, point_names, usual_name
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.transformer.config import GPTConfig
 
 Hook = Callable[..., Tensor | None]
 """A user's function: `fn(tensor, hook=point)`."""
 Direction = Literal["fwd", "bwd"]
+NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+HookName = str | Callable[[str], bool]
+AddedHooks = Sequence[tuple[HookName, Hook]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,3 +121,94 @@ class HookPoint:
 
     def _handles(self, directions: Iterable[str]) -> list[list[_Handle]]:
         return [self.fwd_hooks if each == "fwd" else self.bwd_hooks for each in directions]
+
+
+class HookedModel:
+    """The hook points of a model by name, in the order of the forward pass, and the caller's
+    functions that are added to them."""
+
+    def __init__(self, config: GPTConfig, cfg: HookedConfig) -> None:
+        self.hook_dict: Mapping[str, HookPoint] = {
+            name: _point(name, cfg) for name in point_names(config)
+        }
+        self.mod_dict = self.hook_dict
+        self._level = 0  # depth of the `hooks` contexts
+
+    def chosen_points(self, names_filter: NamesFilter) -> list[str]:
+        """The names of the points that a filter selects; None selects all points that are on.
+        Raises InvalidRequest for a named point that does not exist or is off."""
+        if names_filter is None or callable(names_filter):
+            wanted: Callable[[str], bool] = names_filter or (lambda name: True)
+            return [
+                name for name, point in self.hook_dict.items() if point.is_on() and wanted(name)
+            ]
+        names = [names_filter] if isinstance(names_filter, str) else names_filter
+        chosen = {self._named(name).name for name in names}
+        return [name for name in self.hook_dict if name in chosen]
+
+    @contextmanager
+    def hooks(
+        self,
+        fwd_hooks: AddedHooks = (),
+        bwd_hooks: AddedHooks = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+    ) -> Generator[Self]:
+        """A context in which hooks are added to the model."""
+        self._level += 1
+        try:
+            for name, hook in fwd_hooks:
+                self.add_hook(name, hook, "fwd", level=self._level)
+            for name, hook in bwd_hooks:
+                self.add_hook(name, hook, "bwd", level=self._level)
+            yield self
+        finally:
+            if reset_hooks_end:
+                self.reset_hooks(clear_contexts, level=self._level)
+            self._level -= 1
+
+    def add_hook(
+        self,
+        name: HookName,
+        hook: Hook,
+        dir: Direction = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """Add a hook to a point, or to all points whose names satisfy a function."""
+        for each in self.chosen_points(name):
+            self.hook_dict[each].add_hook(hook, dir, is_permanent, level)
+
+    def add_perma_hook(self, name: HookName, hook: Hook, dir: Direction = "fwd") -> None:
+        self.add_hook(name, hook, dir, is_permanent=True)
+
+    def reset_hooks(
+        self,
+        clear_contexts: bool = True,
+        direction: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """Remove the hooks that are not permanent."""
+        for point in self.hook_dict.values():
+            point.remove_hooks(direction, including_permanent, level)
+            if clear_contexts:
+                point.clear_context()
+
+    def _named(self, name: str) -> HookPoint:
+        point = self.hook_dict.get(usual_name(name))
+        if point is None:
+            raise InvalidRequest(f"the model has no hook point {name!r}; hook_dict lists them")
+        if not point.is_on():
+            raise InvalidRequest(f"{name} is not computed; call set_{_setting(name)}(True) first")
+        return point
+
+
+def _point(name: str, cfg: HookedConfig) -> HookPoint:
+    setting = _setting(name)
+    return HookPoint(name) if setting is None else HookPoint(name, partial(getattr, cfg, setting))
+
+
+def _setting(name: str) -> str | None:
+    """The setting of `cfg` that a point needs."""
+    return SETTINGS.get(name.rpartition(".")[2])

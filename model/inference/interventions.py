@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from logitd.model.inference.errors import InvalidRequest
-from logitd.model.inference.selection import resolve_heads, resolve_indices
+from logitd.model.inference.selection import resolve_heads, resolve_indices, resolve_stages
 from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
-from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
+from logitd.model.transformer.stages import Stage, match_stages
 
 Operation = Literal["zero", "scale", "add", "set", "clamp"]
 Span = Literal["all", "prompt", "generated"]
@@ -89,10 +89,7 @@ class Target:
 def resolve_target(pattern: str, heads: Sequence[int] | None, config: ModelConfig) -> Target:
     """The stages that match a name or pattern, with the given heads; negative heads count from the
     end. Raises InvalidRequest for stages and heads that do not exist or may not be changed."""
-    try:
-        stages = match_stages([pattern], config)
-    except UnknownStage as error:
-        raise InvalidRequest(str(error), PARAM) from error
+    stages = resolve_stages([pattern], config, PARAM)
     for stage in stages:
         if not stage.kind.changes:
             instead = (

@@ -123,35 +123,35 @@ or in decode steps (`model/inference/engine/budget.py`)."""
 def parse_target_gap(text: str) -> TargetGap | None:
     """Parse a gap: "4x" means four decode steps, "150ms" and "0.2s" are times, and "none" means no
     target (None). Raises ValueError with the valid forms."""
-    stripped = text.strip().lower()
-    if stripped == "none":
+    forms = "a gap between tokens: use a multiple of a decode step (4x), a time (150ms, 0.2s)"
+    if (parsed := _number_and_unit(text, "x|ms|s", forms)) is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(x|ms|s)", stripped)
-    if match is None:
-        raise ValueError(
-            f"{text!r} is not a gap between tokens: use a multiple of a decode step (4x), a "
-            "time (150ms, 0.2s) or none"
-        )
-    number = float(match[1])
-    if match[2] == "x":
+    number, unit = parsed
+    if unit == "x":
         if not 1 < number <= 1000:
             raise ValueError(f"{text} is out of range: use more than 1x, at most 1000x")
         return DecodeSteps(number)
-    return _in_seconds(text, number, match[2])
+    return _in_seconds(text, number, unit)
 
 
 def parse_target_ttft(text: str) -> float | None:
     """Parse the time until a first token, such as "500ms" or "2s"; "none" means no target (None).
     Raises ValueError with the valid forms."""
+    forms = "a time until the first token: use a time (500ms, 2s)"
+    parsed = _number_and_unit(text, "ms|s", forms)
+    return None if parsed is None else _in_seconds(text, *parsed)
+
+
+def _number_and_unit(text: str, units: str, forms: str) -> tuple[float, str] | None:
+    """The parts of a number with one of `units`; None for "none". The error for any other text
+    names the valid `forms`."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)", stripped)
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({units})", stripped)
     if match is None:
-        raise ValueError(
-            f"{text!r} is not a time until the first token: use a time (500ms, 2s) or none"
-        )
-    return _in_seconds(text, float(match[1]), match[2])
+        raise ValueError(f"{text!r} is not {forms} or none")
+    return float(match[1]), match[2]
 
 
 def _in_seconds(text: str, number: float, unit: str) -> float:

@@ -70,9 +70,11 @@ def lens_layers(config: ModelConfig) -> int:
     return config.n_layer + 1
 
 
-def resolve_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
+def resolve_stages(
+    patterns: Sequence[str], config: ModelConfig, param: str = "stages"
+) -> tuple[Stage, ...]:
     """The stages that match names and patterns, in the order of computation. Raises InvalidRequest
-    if a name or pattern matches no stage."""
+    if a name or pattern, which are from the field `param`, matches no stage."""
     if not patterns:
         raise InvalidRequest(
             "stages is empty: name at least one of the stages that GET /stages lists", "stages"
@@ -80,7 +82,7 @@ def resolve_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage,
     try:
         return match_stages(patterns, config)
     except UnknownStage as error:
-        raise InvalidRequest(str(error), "stages") from error
+        raise InvalidRequest(str(error), param) from error
 
 
 def resolve_heads(

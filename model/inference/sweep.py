@@ -1,4 +1,5 @@
-"""Sweep: divides an intervention into the cells of a grid over layers, heads and positions.
+"""Sweep: divides an intervention into the cells of a grid over layers, heads and positions, and
+compares the cells by a metric of a row of logits.
 
 Ablating each head in turn, or patching each layer at each position, means applying the same
 intervention in one place after another. The caller turns each cell into a request.
@@ -9,14 +10,25 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention, check_interventions
+from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage, match_stages
 
 Axis = Literal["layers", "heads", "positions"]
+Metric = Literal["logit", "probability", "loss", "kl"]
+TOKENS: Mapping[Metric, Sequence[str]] = {
+    "logit": ("token", "minus"),
+    "probability": ("token", "minus"),
+    "loss": ("token",),
+    "kl": (),
+}
+"""For each metric, the request fields of the tokens that it uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +132,42 @@ def _at(intervention: Intervention, cell: Cell) -> Intervention:
         positions = (cell.position,)
     changed = {"values": values, "heads": heads, "positions": positions, **directions}
     return replace(intervention, **changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A metric with its tokens.
+
+    metric     logit        logit of `token`, minus the logit of `minus` if given
+               probability  the same with probabilities
+               loss         minus the logprob of `token`, in nats
+               kl           Kullback-Leibler divergence in nats: the sum of p log(p / q), with p
+                            from `unchanged` and q from the row
+    unchanged  logprobs (V,); None: the logprobs of the row itself
+    """
+
+    metric: Metric
+    token: int | None = None
+    minus: int | None = None
+    unchanged: Any = None
+
+    @property
+    def columns(self) -> tuple[int, ...] | None:
+        """The ids whose logits are needed; None: all."""
+        if self.metric != "logit":
+            return None
+        return tuple(each for each in (self.token, self.minus) if each is not None)
+
+    def of(self, logits: Any) -> float:
+        """The metric of a row of logits (V,), or of only the logits of `columns`."""
+        if self.metric == "logit":
+            value, *minus = map(float, logits)
+            return value - sum(minus)
+        logprobs = log_softmax(logits)
+        if self.metric == "kl":
+            before = logprobs if self.unchanged is None else self.unchanged
+            return float((np.exp(before) * (before - logprobs)).sum())
+        if self.metric == "loss":
+            return -float(logprobs[self.token])
+        minus_prob = 0.0 if self.minus is None else float(np.exp(logprobs[self.minus]))
+        return float(np.exp(logprobs[self.token])) - minus_prob

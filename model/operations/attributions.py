@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -29,8 +30,8 @@ from logitd.model.operations.body import (
 )
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.interventions import Row, Rows, StageName, as_array
-from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
-from logitd.model.operations.prompts import encode_all, resolve_position
+from logitd.model.operations.operation import Operation, Planning, Subject, new_id
+from logitd.model.operations.prompts import encode_all, prompts_record, resolve_position
 from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
@@ -216,22 +217,7 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
     parts = config.n_layer * (config.n_head + 4) + 3 if "direct" in body.methods else 0
     listed = sum(map(len, prompts)) + parts * len(prompts)
     subject.check_listed(listed, "tokens and parts", "prompt")
-
-    def reply(computed: Computed) -> dict[str, Any]:
-        prompts = [
-            {
-                "index": index,
-                "token_ids": request.token_ids,
-                "position": request.task.position,
-                **_attribution_json(
-                    computed.attributions[request.request_id], request, subject.tokenizer
-                ),
-            }
-            for index, request in enumerate(requests)
-        ]
-        return {"prompts": prompts}
-
-    return Record(requests, reply, held)
+    return prompts_record(requests, partial(_attribution_json, tokenizer=subject.tokenizer), held)
 
 
 def _probe(direction: Direction, config: GPTConfig) -> Probe:
@@ -248,8 +234,9 @@ def _probe(direction: Direction, config: GPTConfig) -> Probe:
 
 
 def _attribution_json(
-    attribution: Attribution, request: AttributionRequest, tokenizer: Tokenizer
+    request: AttributionRequest, computed: Computed, *, tokenizer: Tokenizer
 ) -> dict[str, Any]:
+    attribution: Attribution = computed.attributions[request.request_id]
     task, path = request.task, attribution.integrated_gradients
     assert isinstance(task, AttributionTask)
     by_method = {
@@ -268,6 +255,7 @@ def _attribution_json(
     if attribution.token_id is not None:
         target = {**token_json(tokenizer, attribution.token_id), "logit": attribution.logit}
     result: dict[str, Any] = {
+        "position": task.position,
         "token": target,
         "minus": minus,
         "value": attribution.target,

@@ -2,6 +2,7 @@
 graph."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -18,8 +19,8 @@ from logitd.model.inference.selection import gpt_only
 from logitd.model.operations.attributions import TargetToken
 from logitd.model.operations.body import Examples, Place, PromptBody, PromptReply, Reply, ReplyBody
 from logitd.model.operations.computed import Computed
-from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
-from logitd.model.operations.prompts import encode_all, resolve_position
+from logitd.model.operations.operation import Operation, Planning, Subject, new_id
+from logitd.model.operations.prompts import encode_all, prompts_record, resolve_position
 from logitd.model.operations.tokens import ComparedTokens, token_json
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -182,25 +183,16 @@ def plan(body: CircuitRequest, subject: Subject) -> Planning:
         for prompt in prompts
     )
     subject.check_listed(listed, "parts and edges", "max_parts")
-
-    def reply(computed: Computed) -> dict[str, Any]:
-        prompts = [
-            {
-                "index": index,
-                "token_ids": request.token_ids,
-                "position": request.task.position,
-                **_circuit_json(computed.circuits[request.request_id], subject.tokenizer),
-            }
-            for index, request in enumerate(requests)
-        ]
-        return {"prompts": prompts}
-
-    return Record(requests, reply)
+    return prompts_record(requests, partial(_circuit_json, tokenizer=subject.tokenizer))
 
 
-def _circuit_json(circuit: Circuit, tokenizer: Tokenizer) -> dict[str, Any]:
+def _circuit_json(
+    request: AttributionRequest, computed: Computed, *, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    circuit: Circuit = computed.attributions[request.request_id]
     alone, without = circuit.circuit_alone, circuit.without_circuit
     return {
+        "position": request.task.position,
         "token": {**token_json(tokenizer, circuit.token_id), "logit": circuit.logit},
         "minus": {**token_json(tokenizer, circuit.minus_id), "logit": circuit.minus_logit},
         "difference": circuit.difference,

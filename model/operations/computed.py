@@ -5,11 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from logitd.model.inference.attribution.task import Attribution
-from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.engine.events import (
     AttributionEvent,
-    CircuitEvent,
     Event,
     FinishEvent,
     OutputsChunk,
@@ -28,8 +25,7 @@ class Computed:
 
     rows: dict[str, list[Any]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[ScoredToken]] = field(default_factory=dict)
-    attributions: dict[str, Attribution] = field(default_factory=dict)
-    circuits: dict[str, Circuit] = field(default_factory=dict)
+    attributions: dict[str, Any] = field(default_factory=dict)
     finishes: list[FinishEvent] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
@@ -41,8 +37,6 @@ class Computed:
                 self.tokens.setdefault((request_id, index), []).extend(tokens)
             case AttributionEvent(request_id=request_id, attribution=attribution):
                 self.attributions[request_id] = attribution
-            case CircuitEvent(request_id=request_id, circuit=circuit):
-                self.circuits[request_id] = circuit
             case FinishEvent():
                 self.finishes.append(event)
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
+from logitd.model.inference.engine.requests import Activations
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import (
     PARAM,
@@ -312,7 +313,7 @@ def _reading(source: Source, *, body: Intervention, target: Target, subject: Sub
     if isinstance(positions, str):
         positions = tuple(range(len(token_ids)))
     names = tuple(stage.name for stage in target.stages)
-    return Reading(token_ids, positions, names, target.heads)
+    return Reading(token_ids, positions, Activations(stages=names, heads=target.heads))
 
 
 def _positions(positions: Any, length: int) -> Positions:

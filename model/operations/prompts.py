@@ -1,15 +1,19 @@
-"""Prompts: turn the fields of a body into token ids and positions.
+"""Prompts: turn the fields of a body into token ids and positions, and make replies that have an
+object for each prompt.
 
 A text that is certainly too long for the context is refused before it is encoded. All other checks
 of token ids are in `model/inference/engine/validation.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.inference.selection import resolve_indices
 from logitd.model.operations.body import PositionChoice, PositionRange
-from logitd.model.operations.operation import Subject
+from logitd.model.operations.computed import Computed
+from logitd.model.operations.operation import Record, Subject
 from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
 
@@ -105,6 +109,24 @@ def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tupl
     """The positions, counted from the start of a prompt of `length` tokens. A negative number in
     `positions` counts from the prompt's end."""
     return resolve_indices(param, positions, length, f"the prompt has {pluralize(length, 'token')}")
+
+
+def prompts_record(
+    requests: Sequence[Request],
+    members: Callable[[Any, Computed], dict[str, Any]],
+    held: int = 0,
+) -> Record:
+    """A record whose only member is `prompts`, with the index and the ids of each request's prompt
+    and the `members` that follow from its results."""
+
+    def reply(computed: Computed) -> dict[str, Any]:
+        prompts = [
+            {"index": index, "token_ids": request.token_ids, **members(request, computed)}
+            for index, request in enumerate(requests)
+        ]
+        return {"prompts": prompts}
+
+    return Record(requests, reply, held)
 
 
 def clip(text: str, limit: int = 80) -> str:

@@ -29,8 +29,7 @@ class Reading:
 
     token_ids: Ids
     positions: tuple[int, ...]
-    stages: tuple[str, ...]
-    heads: tuple[int, ...] | None
+    output: Activations
 
 
 Readings = Mapping[Reading, Mapping[str, Values]]
@@ -79,7 +78,7 @@ def compute_readings(
             request_id=new_id("reading"),
             token_ids=reading.token_ids,
             positions=reading.positions,
-            output=Activations(stages=reading.stages, heads=reading.heads),
+            output=reading.output,
         )
         for reading in fields
     }
@@ -104,7 +103,7 @@ def compute_readings(
     return {
         reading: split_activations(
             np.stack(computed.rows[request.request_id]),  # (positions, elements)
-            Activations(stages=reading.stages, heads=reading.heads),
+            reading.output,
             subject.config,
             len(reading.token_ids),
         )

@@ -19,8 +19,7 @@ from logitd.model.inference.engine.requests import Logits, OutputsRequest
 from logitd.model.inference.engine.validation import check_token_ids
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.sampling.distribution import largest, log_softmax
-from logitd.model.inference.sampling.metric import TOKENS, Measure, Metric
-from logitd.model.inference.sweep import Axis, Cell, Grid, make_grid
+from logitd.model.inference.sweep import TOKENS, Axis, Cell, Grid, Measure, Metric, make_grid
 from logitd.model.operations.body import (
     MAX_PROMPTS,
     ChosenIds,

@@ -22,7 +22,7 @@ from logitd.model.device import (
     one_thread,
     use_threads,
 )
-from logitd.model.evaluation.quantization_cost import QuantizationCost, measure_quantization
+from logitd.model.evaluation.quantization import QuantizationCost, measure_quantization
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.constraints.heap import release_memory
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, SERVED_TARGET_TTFT, EngineConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.model.evaluation.quantization_cost import QuantizationCost
+from logitd.model.evaluation.quantization import QuantizationCost
 from logitd.model.operations.prompts import clip
 from logitd.model.sae.files import StoredAutoencoder
 from logitd.model.transformer.features import Features

@@ -12,10 +12,13 @@ import torch
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.checkpoint.load import load_checkpoint
-from logitd.model.evaluation import quantization_cost
+from logitd.model.evaluation import quantization
 from logitd.model.evaluation.held_out import held_out_windows
-from logitd.model.evaluation.quantization_cost import QuantizationCost
-from logitd.model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
+from logitd.model.evaluation.quantization import (
+    QuantizationCost,
+    QuantizationLoss,
+    quantization_loss,
+)
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.inference.kernels.select import choose_decode_path
 from logitd.model.inference.memory import slot_bytes
@@ -168,7 +171,7 @@ def test_large_loss_is_a_warning(
     covered: CheckpointInfo, text: Path, threshold: float, level: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(quantization_cost, "WARN_ABOVE", threshold)
+    monkeypatch.setattr(quantization, "WARN_ABOVE", threshold)
     with caplog.at_level(logging.INFO), serving(covered.path, validation_text=text, **INT8):
         pass
     assert [r.levelname for r in caplog.records if r.message.startswith("int8 costs")] == [level]

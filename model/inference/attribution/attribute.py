@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.direct import BlockRow, block_row, direct_parts, kept_row
+from logitd.model.inference.attribution.direct import direct_parts, kept_row
 from logitd.model.inference.attribution.gradients import (
+    Pieces,
     TextPasses,
     Watch,
     backout,
@@ -35,35 +36,18 @@ from logitd.model.transformer.stages import match_stages
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 
-class Attributing:
+def attributing(
+    gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None = None
+) -> Pieces[Attribution]:
     """The attributions of one prompt, computed piece by piece. Each block runs in the context that
     `watched` creates."""
-
-    def __init__(
-        self,
-        gpt: GPT,
-        token_ids: Sequence[int],
-        task: AttributionTask,
-        watched: Watch | None = None,
-    ) -> None:
-        self._pieces = _Prompt(gpt, token_ids, task, watched).pieces()
-
-    def advance(self) -> Attribution | None:
-        """Compute one piece. Returns the result after the last piece, and None before that."""
-        # The engine computes in inference mode, but autograd rejects its tensors.
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                next(self._pieces)
-            except StopIteration as end:
-                result: Attribution = end.value
-                return result
-        return None
+    return Pieces(_Prompt(gpt, token_ids, task, watched).pieces())
 
 
 class _Prompt:
-    """A prompt, its task, and the generator of its pieces. If `pieces` were a method of
-    `Attributing`, the object and its generator would form a reference cycle, and only the garbage
-    collector would free the tensors of a dropped attribution."""
+    """A prompt, its task, and the generator of its pieces. Only the generator refers to this
+    object. If this object also referred to the generator, the two would form a reference cycle, and
+    only the garbage collector would free the tensors of a dropped attribution."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -94,7 +78,7 @@ class _Prompt:
         times_input = "gradient_times_input" in task.methods
         backward = times_input or bool(task.stages) or task.probe is not None
         streams: list[Tensor] | None = [] if backward else None
-        rows: list[BlockRow] | None = [] if "direct" in task.methods else None
+        rows: list[dict[str, Tensor]] | None = [] if "direct" in task.methods else None
         last = yield from self._forward(embedding, streams, rows)
         # 2) The target.
         token_id, minus_id, direction = task.token_id, task.minus_id, None
@@ -120,7 +104,7 @@ class _Prompt:
             yield
         if streams is not None:
             gradient = yield from self._backward(last, streams, direction, stages=True)
-            gradient = self._begin(embedding, gradient)
+            self._reach("embedding", embedding, gradient)
             if times_input:
                 gradient_times_input = self._of_tokens(per_token(embedding, gradient))
             del gradient
@@ -141,7 +125,7 @@ class _Prompt:
         )
 
     def _forward(
-        self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
+        self, x: Tensor, streams: list[Tensor] | None, rows: list[dict[str, Tensor]] | None = None
     ) -> Generator[None, None, Tensor]:
         """Run `x`, the stream that enters the first block, through all blocks, one block in each
         piece. Returns the last stream (1, T, C), after `backout`. Appends the input of each block
@@ -153,7 +137,7 @@ class _Prompt:
             if streams is not None:
                 streams.append(before)
             if rows is not None and isinstance(tap, KeptStages):
-                rows.append(block_row(tap.kept, before[0, row]))
+                rows.append({**tap.kept, "input": before[0, row]})
 
         return self._passes.all_blocks(
             x, lambda layer: UNTAPPED if rows is None else kept_row(row), keep
@@ -190,19 +174,15 @@ class _Prompt:
 
     def _end(self, last: Tensor, direction: Tensor | None, *, keep: bool) -> Tensor:
         """The gradient (1, T, C) of the target with respect to the last stream."""
-        row, wanted = self._task.position, self._wanted[None]
         gradient = torch.zeros_like(last)
         if direction is not None:
             gradient = self._passes.head_gradient(last, direction)
-        if self._probe_at == (None, "backout"):
-            self._probed = product(last[0], row, self._direction()).item()
-            gradient[0, row] += self._direction()
-        if keep and "final_norm" in wanted:
+        if keep and "final_norm" in self._wanted[None]:
             of_final = self._gradients["final_norm"] = torch.zeros_like(last)[0]
             if direction is not None:
-                of_final[row] = direction
-        if keep and "backout" in wanted:
-            self._gradients["backout"] = gradient[0]
+                of_final[self._task.position] = direction
+        if keep:
+            self._reach("backout", last, gradient)
         return gradient
 
     def _stages_backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
@@ -219,16 +199,15 @@ class _Prompt:
         self._probed += found.probed or 0.0
         return found.of_input
 
-    def _begin(self, embedding: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with respect to the stream that enters the first block. If the target is a
-        probe of this stream, adds the probe's direction."""
-        if self._probe_at == (None, "embedding"):
+    def _reach(self, stage: str, value: Tensor, gradient: Tensor) -> None:
+        """Keep the gradient with respect to a stage outside the blocks, if it is wanted. If the
+        target is a probe of this stage, first add the probe's direction."""
+        if self._probe_at == (None, stage):
             row, direction = self._task.position, self._direction()
-            self._probed = product(embedding[0], row, direction).item()
+            self._probed = product(value[0], row, direction).item()
             gradient[0, row] += direction
-        if "embedding" in self._wanted[None]:
-            self._gradients["embedding"] = gradient[0]
-        return gradient
+        if stage in self._wanted[None]:
+            self._gradients[stage] = gradient[0]
 
     def _direction(self) -> Tensor:
         assert self._task.probe is not None
@@ -279,11 +258,3 @@ class _Prompt:
         """The attributions of all tokens of the prompt; 0 for tokens after the task's position."""
         behind = self._length - self._task.position - 1
         return (*values[: self._task.position + 1].tolist(), *[0.0] * behind)
-
-
-def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:
-    """Compute all attributions that a task requests for a prompt."""
-    attributing = Attributing(gpt, token_ids, task)
-    while (result := attributing.advance()) is None:
-        pass
-    return result

@@ -30,8 +30,7 @@ precision.
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,41 +40,24 @@ from logitd.model.inference.attribution.kept import KeptStages, freeze_norm
 from logitd.model.inference.attribution.task import Part
 from logitd.model.transformer.gpt import GPT, Block
 
-RECORDED = ("attention.heads", "attention.out", "mlp.out")
-
-
-@dataclass(slots=True)
-class BlockRow:
-    """Values at one position of a block's forward pass. `attention_sum` and `mlp_sum` are the
-    residual stream plus the sublayer's output. A post-norm model normalizes these sums."""
-
-    heads: Tensor  # (H, D)
-    mlp: Tensor  # (C,)
-    attention_sum: Tensor  # (C,)
-    mlp_sum: Tensor  # (C,)
+RECORDED = ("attention.heads", "attention.out", "middle", "mlp.out")
 
 
 def kept_row(row: int) -> KeptStages:
-    """A tap that keeps, at one position, the stages that `block_row` reads."""
-    return KeptStages((*RECORDED, "middle"), lambda value: value[0, ..., row, :].clone())
-
-
-def block_row(kept: Mapping[str, Tensor], before: Tensor) -> BlockRow:
-    """The values of a block at one position. `before` (C,) is the block's input at this
-    position."""
-    heads, attention, mlp, middle = (kept[name] for name in (*RECORDED, "middle"))
-    return BlockRow(heads, mlp, before + attention, middle + mlp)
+    """A tap that keeps RECORDED at one position: the heads (H, D) and the other stages (C,)."""
+    return KeptStages(RECORDED, lambda value: value[0, ..., row, :].clone())
 
 
 def direct_parts(
     gpt: GPT,
     embedding: Tensor,  # (C,), of the position
-    rows: list[BlockRow],
+    rows: Sequence[Mapping[str, Tensor]],  # of each block: "input" (C,) and RECORDED
     last: Tensor,  # (C,), the last stream of the position, after `backout`
     direction: Tensor,  # (C,): h_v, or h_v - h_w
     head_bias: float | None,  # c_v, or c_v - c_w
 ) -> tuple[Part, ...]:
-    """The contribution of each part to the target, in the order of the forward pass."""
+    """The contribution of each part to the target, in the order of the forward pass. A post-norm
+    model normalizes the sums of the residual stream and a sublayer's output."""
     config = gpt.config
     parts: list[Part] = []  # the last first
 
@@ -96,17 +78,19 @@ def direct_parts(
         block, row, name = gpt.blocks[layer], rows[layer], f"blocks.{layer}"
         assert isinstance(block, Block)
         if config.norm_position == "post":
-            g, bias = through_norm(block.mlp_norm, row.mlp_sum, g)
+            g, bias = through_norm(block.mlp_norm, row["middle"] + row["mlp.out"], g)
             add(f"{name}.mlp.norm.bias", bias)
-        add(f"{name}.mlp.out", _product(row.mlp, g))
+        add(f"{name}.mlp.out", _product(row["mlp.out"], g))
         if config.norm_position == "post":
-            g, bias = through_norm(block.attention_norm, row.attention_sum, g)
+            summed = row["input"] + row["attention.out"]
+            g, bias = through_norm(block.attention_norm, summed, g)
             add(f"{name}.attention.norm.bias", bias)
         projection = block.attention_out
         if projection.bias is not None:
             add(f"{name}.attention.bias", _product(projection.bias, g))
-        columns = (g @ projection.weight.double()).view_as(row.heads)  # (H, D)
-        values = (columns * row.heads.double()).sum(dim=-1).tolist()
+        heads = row["attention.heads"]
+        columns = (g @ projection.weight.double()).view_as(heads)  # (H, D)
+        values = (columns * heads.double()).sum(dim=-1).tolist()
         for head in reversed(range(config.n_head)):
             add(f"{name}.attention.heads", values[head], head)
         stream, first = mixture(gpt, layer)

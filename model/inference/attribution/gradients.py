@@ -22,7 +22,7 @@ of the target, which does not affect any result.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +41,40 @@ Watch = Callable[[int], AbstractContextManager[None]]
 may limit torch to one thread if `threads_keep_bits` is true for this number."""
 
 AnyTap = TypeVar("AnyTap", bound=Tap)
+Result = TypeVar("Result")
 
 HEAD_ROWS = 4096
 """Number of rows of the head that are multiplied at a time, to avoid a float32 copy of the whole
 head."""
+
+
+class Pieces(Generic[Result]):
+    """A computation in pieces: a generator that ends with the result. Each piece runs in the
+    context that `around` creates."""
+
+    def __init__(
+        self,
+        pieces: Generator[None, None, Result],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._pieces, self._around = pieces, around
+
+    def advance(self) -> Result | None:
+        """Compute one piece. Returns the result after the last piece, and None before that."""
+        # The engine computes in inference mode, but autograd rejects its tensors.
+        with self._around(), torch.inference_mode(False), torch.no_grad():
+            try:
+                next(self._pieces)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+        return None
+
+    def result(self) -> Result:
+        """Compute all pieces that are left."""
+        while (result := self.advance()) is None:
+            pass
+        return result
 
 
 class TextPasses:

@@ -13,17 +13,24 @@ from torch import Tensor, nn
 
 class KeptStages:
     """A tap on one block. For each stage in `names`, it stores `part(value)` in `kept` under the
-    name of the stage."""
+    name of the stage. Without `part`, it stores the value as a separate node of the autograd
+    graph."""
 
-    def __init__(self, names: Collection[str], part: Callable[[Tensor], Tensor]) -> None:
-        self._names, self._part = names, part
+    def __init__(
+        self, names: Collection[str], part: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._names, self._part = frozenset(names), part
         self.kept: dict[str, Tensor] = {}
 
     def wants(self, layer: int | None, stage: str) -> bool:
         return stage in self._names
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        if stage in self._names:
+        if stage not in self._names:
+            return value
+        if self._part is None:
+            value = self.kept[stage] = value.view_as(value)
+        else:
             self.kept[stage] = self._part(value.detach())
         return value
 

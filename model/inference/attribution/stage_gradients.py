@@ -16,10 +16,11 @@ from torch import Tensor
 
 from logitd.model.device import one_thread
 from logitd.model.inference.attribution.gradients import TextPasses, fused_attend
+from logitd.model.inference.attribution.kept import KeptStages
+from logitd.model.inference.attribution.task import OVER_KEYS
 from logitd.model.transformer.attention import attention_scores, mask_causal, visible_keys
 from logitd.model.transformer.stages import HEADS_FIRST
 
-OVER_KEYS = ("attention.scores", "attention.probs")
 OUT, HEAD_OUT = "attention.out", "attention.head_out"
 
 
@@ -50,7 +51,7 @@ def block_gradients(
     explicit = not names.isdisjoint(OVER_KEYS)
     if HEAD_OUT in names:
         names.add(OUT)
-    kept = _Kept(names)
+    kept = KeptStages(names)
     # Several threads may change the bits of the explicit attention.
     context = one_thread() if explicit else passes.watched(x.shape[1])
     with context, torch.enable_grad():
@@ -59,14 +60,14 @@ def block_gradients(
         out = passes.block(layer, entered, kept, _Weighing(kept) if explicit else fused_attend)
         targets, weights = [out], [gradient]
         if probe is not None:
-            value = positions_first(probe[0], kept.values[probe[0]])
+            value = positions_first(probe[0], kept.kept[probe[0]])
             targets.append(product(value, passes.row, probe[1]))
             weights.append(torch.ones_like(targets[1]))
-        order = list(kept.values)
-        inputs = [x, *(kept.values[name] for name in order)]
+        order = list(kept.kept)
+        inputs = [x, *(kept.kept[name] for name in order)]
         of_input, *found = torch.autograd.grad(targets, inputs, weights, allow_unused=True)
     by_name = {
-        name: torch.zeros_like(kept.values[name]) if each is None else each
+        name: torch.zeros_like(kept.kept[name]) if each is None else each
         for name, each in zip(order, found, strict=True)
     }
     if HEAD_OUT in names:  # the outputs of the heads add up to the output of attention
@@ -91,29 +92,11 @@ def positions_first(name: str, value: Tensor) -> Tensor:
     return value[0].transpose(0, 1) if name in HEADS_FIRST else value[0]
 
 
-class _Kept:
-    """A tap that keeps the values of some stages of a block as separate nodes of the autograd
-    graph."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
-        self.values: dict[str, Tensor] = {}
-
-    def wants(self, layer: int | None, stage: str) -> bool:
-        return stage in self._names
-
-    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        if stage not in self._names:
-            return value
-        self.values[stage] = value.view_as(value)
-        return self.values[stage]
-
-
 class _Weighing:
     """Causal attention that passes its scores and weights to a tap. If a query may not attend to a
     key, the weight of the key stays 0 whatever the tap returns, so its gradient is 0."""
 
-    def __init__(self, tap: _Kept) -> None:
+    def __init__(self, tap: KeptStages) -> None:
         self._tap = tap
 
     def __call__(

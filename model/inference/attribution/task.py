@@ -18,8 +18,8 @@ from logitd.model.transformer.stages import match_stages
 Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
-OVER_KEYS = (".attention.scores", ".attention.probs")
-"""Name suffixes of the stages that fused attention does not compute."""
+OVER_KEYS = ("attention.scores", "attention.probs")
+"""Names, within a block, of the stages that fused attention does not compute."""
 
 DEFAULT_STEPS = 32
 """Default number of steps of integrated gradients. Each step is a forward and a backward pass over

@@ -9,19 +9,21 @@ threads.
 The search for the threshold of the parts begins with a high threshold, because passes with a high
 threshold follow few parts and are fast. It divides the threshold by a constant factor until enough
 parts are kept. Then it bisects.
+
+Shapes: T positions, C = d_model, H = n_head.
 """
 
 import math
 from collections.abc import Generator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from logitd.model.device import one_thread
-from logitd.model.inference.attribution.gradients import TextPasses
-from logitd.model.inference.circuit.ablate import ablate
+from logitd.model.inference.attribution.gradients import Pieces, TextPasses
 from logitd.model.inference.circuit.edges import Graph
-from logitd.model.inference.circuit.frozen import ATTENTION, VALUES
+from logitd.model.inference.circuit.frozen import ATTENTION, VALUES, Chosen, FrozenBlock
 from logitd.model.inference.circuit.task import (
     MOST_SEARCHES,
     Circuit,
@@ -31,6 +33,8 @@ from logitd.model.inference.circuit.task import (
 from logitd.model.inference.circuit.text import FrozenText, Kept
 from logitd.model.transformer.gpt import GPT
 
+VERSIONS = 3
+"""Number of forward passes with ablations."""
 FACTOR = 8.0
 """Factor by which the search lowers the threshold until enough parts are kept."""
 CLOSE = 2.0
@@ -38,30 +42,9 @@ CLOSE = 2.0
 At the upper bound too few parts are kept; at the lower bound enough, or too many."""
 
 
-class Finding:
-    """The computation of one circuit, piece by piece."""
-
-    def __init__(self, gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> None:
-        self._pieces = _pieces(gpt, token_ids, task)
-
-    def advance(self) -> Circuit | None:
-        """Compute one piece. Returns the result after the last piece, and None before that."""
-        # Autograd, which the forward pass turns on, rejects tensors of inference mode.
-        with one_thread(), torch.inference_mode(False), torch.no_grad():
-            try:
-                next(self._pieces)
-            except StopIteration as end:
-                circuit: Circuit = end.value
-                return circuit
-        return None
-
-
-def find_circuit(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Circuit:
-    """Compute all pieces of a prompt's circuit."""
-    finding = Finding(gpt, token_ids, task)
-    while (circuit := finding.advance()) is None:
-        pass
-    return circuit
+def finding(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Pieces[Circuit]:
+    """The circuit of one prompt, computed piece by piece."""
+    return Pieces(_pieces(gpt, token_ids, task), one_thread)
 
 
 def _pieces(
@@ -89,7 +72,7 @@ def _pieces(
     graph = Graph(text, kept, task.edges)
     yield from graph.build(direction)
     # 4) Verify by ablations.
-    streams = yield from ablate(text, kept)
+    streams = yield from _ablate(text, kept)
     alone, without, none = map(difference, streams)
     left_out = kept.choice.left_out
     return Circuit(
@@ -145,3 +128,55 @@ def _search(
             above = threshold
         threshold = math.sqrt(above * below) if below else above / FACTOR
     return best
+
+
+def _ablate(text: FrozenText, kept: Kept) -> Generator[None, None, list[Tensor]]:
+    """Forward passes in which parts are set to their means and nothing is frozen. Returns the last
+    stream (T, C) of each version: with only the circuit (all other parts are set to their means),
+    without it, and without any part. All versions keep biases and value embeddings. Each piece is
+    one block of one version."""
+    chosen, streams = kept.choice.chosen, []
+
+    def tap(version: int, layer: int) -> _Ablation:
+        parts = chosen[layer, "heads"], chosen[layer, "mlp"]
+        return _Ablation(text.blocks[layer], *parts, version)
+
+    for version in range(VERSIONS):
+        keep = _kept_by(kept.tokens, version)
+        tokens = torch.where(keep[None, :, None], text.tokens, text.mean_token)
+        stream = yield from text.passes.all_blocks(tokens, partial(tap, version))
+        streams.append(stream[0])
+    return streams
+
+
+class _Ablation:
+    """A tap that sets heads and neurons of one block to their means."""
+
+    def __init__(self, block: FrozenBlock, heads: Chosen, neurons: Chosen, version: int) -> None:
+        kept = _kept_by(_mask(heads, block.heads[..., 0]), version)  # (T, H)
+        self._kept = {
+            "attention.heads": (kept.T[..., None], block.mean_heads[:, None]),
+            "mlp.hidden": (_kept_by(_mask(neurons, block.hidden), version), block.mean_hidden),
+        }
+
+    def wants(self, layer: int | None, stage: str) -> bool:
+        return stage in self._kept
+
+    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
+        if stage not in self._kept:
+            return value
+        kept, mean = self._kept[stage]
+        return torch.where(kept, value, mean)
+
+
+def _mask(chosen: Chosen, like: Tensor) -> Tensor:
+    """A mask of a sublayer's parts, true for the chosen parts. `like` has the same shape (T,
+    parts)."""
+    mask = torch.zeros_like(like, dtype=torch.bool)
+    mask[chosen.positions, chosen.indices] = True
+    return mask
+
+
+def _kept_by(circuit: Tensor, version: int) -> Tensor:
+    """The mask of the parts that a version keeps, from the mask of the circuit."""
+    return (circuit, ~circuit, torch.zeros_like(circuit))[version]

@@ -16,20 +16,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from logitd.model.inference.attribution.task import AttributionTask
-from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import prices, step_cost
 from logitd.model.inference.engine.events import (
     AttributionEvent,
-    CircuitEvent,
     EngineStats,
     Event,
     FinishEvent,
     FinishReason,
-    OutputsChunk,
-    PromptEvent,
-    ScoresChunk,
     SequenceTimes,
     StepResult,
     TokenEvent,
@@ -41,10 +36,9 @@ from logitd.model.inference.engine.runner import (
     ForwardModel,
     Network,
     Runner,
-    Scores,
     StepOutput,
 )
-from logitd.model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
+from logitd.model.inference.engine.scheduler import Scheduler, StepPlan
 from logitd.model.inference.engine.sequence import Group, Sequence, State
 from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.errors import ConstraintError, InvalidRequest
@@ -290,18 +284,15 @@ class Engine:
         for chunk in plan.prefill:
             sequence = chunk.sequence
             self._scheduler.prefilled(chunk, now)
-            scores, outputs = output.scores.get(sequence), output.outputs.get(sequence)
-            if scores is not None and not scores.is_finite:
-                events.append(self._not_finite(sequence, NOT_FINITE.message))
+            scores, outputs = output.scores.get(sequence, ()), output.outputs.get(sequence)
+            if scores is None or isinstance(outputs, str):
+                reason = outputs if isinstance(outputs, str) else NOT_FINITE.message
+                events.append(self._not_finite(sequence, reason))
                 continue
-            if scores is not None:
-                events += self._score_events(chunk, scores)
-            if outputs is not None and outputs.error is not None:
-                events.append(self._not_finite(sequence, outputs.error))
-                continue
+            events += scores
             if outputs is not None:
                 self._scheduler.charge(sequence, len(outputs.positions), now)
-                events.append(OutputsChunk(sequence.request_id, outputs.positions, outputs.values))
+                events.append(outputs)
             if chunk.completes_prompt and not sequence.tokens_left:
                 generates = sequence.generation is not None
                 reason = FinishReason.LENGTH if generates else FinishReason.STOP
@@ -315,21 +306,6 @@ class Engine:
                 self._append(sequence, later, events)
         for sequence, draft in plan.drafts.items():
             self._verify(sequence, draft, output.verified[sequence], events)
-
-    def _score_events(self, chunk: PrefillChunk, scores: Scores) -> list[Event]:
-        """Events for the scores of a chunk. A row scores the token after its position, so a
-        prompt's first token has no score."""
-        sequence, start, tokens = chunk.sequence, scores.start, scores.tokens
-        assert sequence.scoring is not None
-        if sequence.scoring.arrays:
-            events: list[Event] = []
-            for rows in scores.rows:
-                events.append(ScoresChunk(sequence.request_id, sequence.index, start, rows))
-                start += len(rows.logprobs)
-            return events
-        if start == 1 and sequence.scoring.whole:
-            start, tokens = 0, [ScoredToken(sequence.tokens[0]), *tokens]
-        return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 
     def _attribute(self, sequence: Sequence) -> list[Event]:
         """Compute one piece of a sequence's attributions. Returns the resulting events; before the
@@ -347,10 +323,7 @@ class Engine:
             task = None if request is None else request.task
             probed = isinstance(task, AttributionTask) and task.probe is not None
             return [self._finish_with_error(sequence, message, "direction" if probed else None)]
-        if isinstance(attribution, Circuit):
-            event: Event = CircuitEvent(sequence.request_id, sequence.index, attribution)
-        else:
-            event = AttributionEvent(sequence.request_id, sequence.index, attribution)
+        event = AttributionEvent(sequence.request_id, sequence.index, attribution)
         return [event, self._finish(sequence, FinishReason.STOP)]
 
     def _append(self, sequence: Sequence, result: SampleResult, events: list[Event]) -> None:

@@ -75,14 +75,7 @@ class OutputsChunk:
 class AttributionEvent:
     request_id: str
     index: int
-    attribution: Attribution
-
-
-@dataclass(frozen=True, slots=True)
-class CircuitEvent:
-    request_id: str
-    index: int
-    circuit: Circuit
+    attribution: Attribution | Circuit
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +112,7 @@ class FinishEvent:
         return self.index == 0
 
 
-Event = (
-    TokenEvent
-    | PromptEvent
-    | ScoresChunk
-    | OutputsChunk
-    | AttributionEvent
-    | CircuitEvent
-    | FinishEvent
-)
+Event = TokenEvent | PromptEvent | ScoresChunk | OutputsChunk | AttributionEvent | FinishEvent
 
 
 @dataclass(frozen=True, slots=True)

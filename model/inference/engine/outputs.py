@@ -2,15 +2,13 @@
 positions.
 
 In the engine, only this file and `runner.py` handle tensors. Tapped sequences, whose stages are
-recorded or changed, are computed one by one (`TappedPasses`).
+recorded or changed, are computed one by one (`TappedPasses`, of a GPT or of an owner's code).
 
 Shapes: P requested positions, T positions of a chunk, V = vocab_size.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from logitd.model.inference.engine import sequence as engine_sequence
+from logitd.model.inference.engine.events import OutputsChunk
 from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
@@ -45,16 +44,6 @@ from logitd.model.transformer.stages import Key, match_stages
 NOT_FINITE = "the logits of the head or of a layer are not finite"
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """Outputs at some positions: a NumPy array (len(positions), ...) of float32. `error` is set if
-    the values are invalid."""
-
-    positions: tuple[int, ...]
-    values: Any
-    error: str | None = None
-
-
 def prefill_input(
     chunk: PrefillChunk, states: bool = False, weights: AttentionSelection | None = None
 ) -> PrefillInput:
@@ -65,19 +54,6 @@ def prefill_input(
     return PrefillInput(
         token_ids, sequence.held_slot, start, states, weights, sequence.tokens, first
     )
-
-
-class TappedPasses(Protocol):
-    """Computes sequences whose stages are recorded or changed (tapped sequences)."""
-
-    def prefill(
-        self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
-    ) -> tuple[Tensor, PieceTap]:
-        """Compute a chunk into its slot. Returns final hidden states (T, d_model), and the tap with
-        the stages in `record` at the `rows` of the chunk."""
-
-    def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
-        """Logits (B, V) after the last token of each sequence."""
 
 
 class TappedGPT:
@@ -103,6 +79,8 @@ class TappedGPT:
     def prefill(
         self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
     ) -> tuple[Tensor, PieceTap]:
+        """Compute a chunk into its slot. Returns final hidden states (T, d_model), and the tap with
+        the stages in `record` at the `rows` of the chunk."""
         self._prepare()
         sequence = chunk.sequence
         tap = PieceTap(
@@ -117,6 +95,7 @@ class TappedGPT:
         return self._decoder.prefill(token_ids, sequence.held_slot, chunk.start, tap), tap
 
     def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
+        """Logits (B, V) after the last token of each sequence."""
         self._prepare()
         return self._decoder.decode(
             [sequence.tokens[sequence.computed] for sequence in sequences],
@@ -134,8 +113,8 @@ class TappedGPT:
 
 
 class TappedCode:
-    """Computes tapped sequences of a model by running its owner's code. Each pass computes the
-    whole sequence."""
+    """Computes tapped sequences of a model by running its owner's code, with the methods of
+    `TappedGPT`. Each pass computes the whole sequence."""
 
     def __init__(self, config: CodeConfig, decoder: CodeDecoder) -> None:
         self._config = config
@@ -157,6 +136,9 @@ class TappedCode:
             tap = PieceTap(0, changes)
             logits.append(self._decoder.tapped(ids, end - 1, end, tap, changes.keys))
         return torch.cat(logits)
+
+
+TappedPasses = TappedGPT | TappedCode
 
 
 def changes_of(sequence: engine_sequence.Sequence, config: ModelConfig, like: Tensor) -> Changes:
@@ -189,10 +171,10 @@ class OutputsComputer:
         self._decoder = decoder
         self._tapped = tapped
 
-    def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk and its outputs, except outputs that were delivered before an
-        eviction."""
-        output, error = request.output, None
+    def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> OutputsChunk | str:
+        """Compute a chunk and its outputs, except outputs that were delivered before an eviction.
+        Returns the reason if the outputs are invalid."""
+        output, valid = request.output, True
         positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]
         compute_pass = self._tapped_pass if chunk.sequence.tapped else self._plain_pass
@@ -201,15 +183,17 @@ class OutputsComputer:
             values = self._logits(chunk.sequence, output, positions, hidden)
             # Do not use isfinite, because processing sets dropped ids to -inf. A NaN makes the
             # maximum NaN.
-            error = NOT_FINITE if values.numel() and not values.amax() < math.inf else None
+            valid = not values.numel() or bool(values.amax() < math.inf)
         elif isinstance(output, HiddenStates):
             values = values.transpose(0, 1)  # (P, layers, d_model)
         elif isinstance(output, Lens):
             tokens = chunk.sequence.tokens
             following = [tokens[p + 1] for p in positions] if output.following else []
             values = self._lens(output, values, hidden, following)
-            error = None if values.isfinite().all() else NOT_FINITE
-        return Outputs(positions, values.float().cpu().numpy(), error)
+            valid = bool(values.isfinite().all())
+        if not valid:
+            return NOT_FINITE
+        return OutputsChunk(request.request_id, positions, values.float().cpu().numpy())
 
     def _plain_pass(
         self, chunk: PrefillChunk, output: Output, offsets: list[int]

@@ -28,9 +28,8 @@ from logitd.model.inference.engine.scheduler import StepPlan
 from logitd.model.inference.engine.sequence import Sequence
 from logitd.model.inference.kernels.base import Collect, Launcher
 from logitd.model.inference.sampling.results import SampleResult
-from logitd.model.inference.sampling.sample import SamplingRows
+from logitd.model.inference.sampling.sample import SamplingRows, SamplingState
 from logitd.model.inference.sampling.sampler import sample_results
-from logitd.model.inference.sampling.state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)

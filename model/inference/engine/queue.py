@@ -13,7 +13,6 @@ Every operation except iteration takes constant time. The queue does not know wh
 free.
 """
 
-import bisect
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -61,7 +60,6 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lines: dict[int, OrderedDict[str, _Line]] = {}  # callers in the order of their turns
-        self._priorities: list[int] = []  # of waiting sequences, ascending
         self._length = 0
 
     def __len__(self) -> int:
@@ -69,18 +67,16 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """All sequences. The sequences of a caller are adjacent within a priority."""
-        for priority in self._priorities:
-            for line in self._lines[priority].values():
+        for _, lines in sorted(self._lines.items()):
+            for line in lines.values():
                 yield from line
 
     def push(self, sequence: Sequence, *, held: bool = False) -> None:
         """Append to the line of the sequence's caller and priority. A `held` sequence is not
         admitted before `release`."""
         request = sequence.request
-        if request.priority not in self._lines:
-            bisect.insort(self._priorities, request.priority)
-            self._lines[request.priority] = OrderedDict()
-        self._lines[request.priority].setdefault(request.caller, _Line()).push(sequence, held=held)
+        lines = self._lines.setdefault(request.priority, OrderedDict())
+        lines.setdefault(request.caller, _Line()).push(sequence, held=held)
         self._length += 1
 
     def release(self) -> None:
@@ -91,9 +87,9 @@ class WaitingQueue:
     def firsts(self) -> Iterator[Sequence]:
         """The next sequence of each caller, in the order in which the callers take turns. All have
         the lowest priority value for which a sequence is ready."""
-        for priority in self._priorities:
+        for _, lines in sorted(self._lines.items()):
             found = False
-            for line in self._lines[priority].values():
+            for line in lines.values():
                 if (sequence := line.first()) is not None:
                     found = True
                     yield sequence
@@ -120,4 +116,3 @@ class WaitingQueue:
             del lines[caller]
         if not lines:
             del self._lines[priority]
-            self._priorities.remove(priority)

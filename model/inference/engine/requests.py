@@ -156,9 +156,9 @@ class ScoreRequest(SlotFields):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributionRequest(CommonFields):
     """Attributions of a logit to the parts of a prompt or of the model
-    (`model/inference/attribution/`), returned as one `AttributionEvent`, or the circuit of a
-    difference of logits (`model/inference/circuit/`), returned as one `CircuitEvent`. A step
-    computes one piece (`attributions.py`), which needs no slot and shares no prefix."""
+    (`model/inference/attribution/`), or the circuit of a difference of logits
+    (`model/inference/circuit/`), returned as one `AttributionEvent`. A step computes one piece
+    (`attributions.py`), which needs no slot and shares no prefix."""
 
     prefix_reuse: ClassVar[bool] = False
     interventions: ClassVar[tuple[Intervention, ...]] = ()

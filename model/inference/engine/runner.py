@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from logitd.model.device import one_thread
-from logitd.model.inference.attribution import gradients
-from logitd.model.inference.attribution.attribute import Attributing
+from logitd.model.inference.attribution.attribute import attributing
+from logitd.model.inference.attribution.gradients import Pieces, threads_keep_bits
 from logitd.model.inference.attribution.task import Attribution
-from logitd.model.inference.circuit.find import Finding
+from logitd.model.inference.circuit.find import finding
 from logitd.model.inference.circuit.task import Circuit, CircuitTask
+from logitd.model.inference.engine.events import OutputsChunk, PromptEvent, ScoresChunk
 from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.outputs import (
-    Outputs,
     OutputsComputer,
     TappedCode,
     TappedGPT,
@@ -50,11 +50,10 @@ from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
     SampleResult,
-    ScoredRows,
     ScoredToken,
 )
+from logitd.model.inference.sampling.sample import SamplingState
 from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
-from logitd.model.inference.sampling.state import SamplingState
 from logitd.model.owner_code.connection import CodeModel
 from logitd.model.sae.autoencoder import WITHOUT, Autoencoder, Autoencoders
 from logitd.model.transformer.config import BLOCK
@@ -67,20 +66,7 @@ Network = GPT | CodeModel
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Scored tokens of a prompt from position `start` on: as objects in `tokens`, or as arrays in
-    `rows`, depending on the request."""
-
-    start: int
-    tokens: list[ScoredToken]
-    rows: list[ScoredRows]
-
-    @property
-    def is_finite(self) -> bool:
-        """False if a logprob is NaN. A logprob of -inf is valid."""
-        logprobs = [token.chosen.logprob for token in self.tokens if token.chosen is not None]
-        return not any(np.isnan(row).any() for row in (logprobs, *(r.logprobs for r in self.rows)))
+ScoreEvents = list[PromptEvent | ScoresChunk]
 
 
 @dataclass(slots=True)
@@ -90,6 +76,8 @@ class StepOutput:
     later            samples of the later steps, if several were launched together
     verified         a sample after each token of a draft, on the assumption that all tokens up to
                      it are right
+    outputs          outputs of a chunk, or the reason why they are invalid
+    scores           events with the scores of a chunk; None if a logprob is NaN
     prefill_seconds  time of the prompts; None if the device computes asynchronously, or if one
                      pass computed them `together` with the decode step
     """
@@ -97,8 +85,8 @@ class StepOutput:
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
     later: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
     verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
-    outputs: dict[Sequence, Outputs] = field(default_factory=dict)
-    scores: dict[Sequence, Scores] = field(default_factory=dict)
+    outputs: dict[Sequence, OutputsChunk | str] = field(default_factory=dict)
+    scores: dict[Sequence, ScoreEvents | None] = field(default_factory=dict)
     prefill_seconds: float | None = None
     together: bool = False
 
@@ -152,7 +140,7 @@ class Runner:
         self._clock = clock
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
-        self._attributing: dict[Sequence, Attributing | Finding] = {}
+        self._attributing: dict[Sequence, Pieces[Attribution] | Pieces[Circuit]] = {}
         self.cache: KVCache | TokenCache
         if isinstance(network, CodeModel):
             self.device = torch.device("cpu")
@@ -213,7 +201,7 @@ class Runner:
             )
             normed = partial(final_norm, network)
             backout_scale = network.backout_scale if network.config.backout else None
-            contention = ContentionMonitor(network, keep_bits=gradients.threads_keep_bits)
+            contention = ContentionMonitor(network, keep_bits=threads_keep_bits)
         return ForwardModel(
             network=network,
             decoder=decoder,
@@ -251,11 +239,11 @@ class Runner:
         gpt, contention = self.whole_gpt(), self.model.contention
         assert contention is not None
         if sequence not in self._attributing:
-            begun: Attributing | Finding
+            begun: Pieces[Attribution] | Pieces[Circuit]
             if isinstance(request.task, CircuitTask):
-                begun = Finding(gpt, request.token_ids, request.task)
+                begun = finding(gpt, request.token_ids, request.task)
             else:
-                begun = Attributing(gpt, request.token_ids, request.task, contention.watched)
+                begun = attributing(gpt, request.token_ids, request.task, contention.watched)
             self._attributing[sequence] = begun
         return self._attributing[sequence].advance()
 
@@ -323,7 +311,7 @@ class Runner:
         for chunk in chunks:
             if (request := chunk.sequence.outputs) is not None:
                 outputs = self.model.outputs.compute(chunk, request)
-                if outputs.positions:
+                if isinstance(outputs, str) or outputs.positions:
                     output.outputs[chunk.sequence] = outputs
 
     def _mixed_pass(self, plan: StepPlan, rows: DecodeRows) -> MixedPass | None:
@@ -354,21 +342,34 @@ class Runner:
             if scoring is not None and chunk.end > scoring.start:
                 output.scores[chunk.sequence] = self._scores(chunk, states, scoring)
 
-    def _scores(self, chunk: PrefillChunk, hidden: Tensor, scoring: Scoring) -> Scores:
+    def _scores(self, chunk: PrefillChunk, hidden: Tensor, scoring: Scoring) -> ScoreEvents | None:
+        """Events with the scores of a chunk; None if a logprob is NaN. A row scores the token after
+        its position, so a prompt's first token has no score."""
         sequence, first = chunk.sequence, max(chunk.start, scoring.start)
+        request_id, index = sequence.request_id, sequence.index
         hidden = hidden[first - chunk.start :]
         # The last position of a prompt has no token after it.
         following = sequence.tokens[first + 1 : min(chunk.end + 1, sequence.prompt_length)]
-        scored = Scores(first + 1, [], [])
+        arrays: list[ScoresChunk] = []
+        tokens: list[ScoredToken] = []
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
             logits = self.model.decoder.head(hidden[start : start + len(targets)])
             with self._apart_from_decoder():
                 if scoring.arrays:
-                    scored.rows.append(score_rows(logits, targets, scoring.top))
+                    rows = score_rows(logits, targets, scoring.top)
+                    arrays.append(ScoresChunk(request_id, index, first + 1 + start, rows))
                 else:
-                    scored.tokens.extend(score(logits, targets, scoring.top))
-        return scored
+                    tokens += score(logits, targets, scoring.top)
+        logprobs = [token.chosen.logprob for token in tokens if token.chosen is not None]
+        if any(np.isnan(row).any() for row in (logprobs, *(c.scores.logprobs for c in arrays))):
+            return None
+        if scoring.arrays:
+            return [*arrays]
+        if first == 0 and scoring.whole:
+            tokens = [ScoredToken(sequence.tokens[0]), *tokens]
+            return [PromptEvent(request_id, index, 0, tuple(tokens))]
+        return [PromptEvent(request_id, index, first + 1, tuple(tokens))]
 
     def _begin_sampling(self, ended: Iterable[PrefillChunk]) -> None:
         for chunk in ended:

@@ -53,10 +53,10 @@ from logitd.model.inference.sampling.sample import (
     SampleFn,
     SamplingRows,
     filtered,
+    row_of,
     sample_tokens,
     sampling_rows,
 )
-from logitd.model.inference.sampling.state import row_of
 
 
 class ListedIds:

@@ -6,8 +6,9 @@ needs the vocabulary, before anything is written. This module opens the files;
 `model/training/configuration/` decides the settings. The model is built later.
 """
 
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from logitd.model.files import CONFIG_BYTES, read_text
 from logitd.model.plural import pluralize
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import TokenizerError
-from logitd.model.training.configuration.autosize import autosize, wants_size
+from logitd.model.training.configuration.autosize import MANY, autosize, dropout_of, wants_size
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import (
     REWARMING,
@@ -45,7 +46,6 @@ from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import read_state, saved_counters
 from logitd.model.training.setup.base import open_base, reopen_base
 from logitd.model.training.setup.measure import measure, measure_machine
-from logitd.model.training.setup.notices import notices, special_tokens_notice
 from logitd.model.training.step.forward import training_placement
 from logitd.model.training.stopping.length import Counters
 
@@ -157,7 +157,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         require_window(prepared, training.model.context_length)
         _check_prompts(config.prompts, prepared)
         report(Prepared(prepared.record, vocab_size))
-        for notice in notices(training, prepared):
+        for notice in _notices(training, prepared):
             report(Noticed(notice))
 
         # 4) Write run.json.
@@ -210,7 +210,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
             _refuse_changed_text(training.config, text, report)
         _check_prompts(training.config.prompts, text)
         report(Prepared(text.record, text.tokenizer.vocab_size))
-        for notice in special_tokens_notice(text):
+        for notice in _special_tokens_notice(text):
             report(Noticed(notice))
         with directory.preparing():
             notes = directory.rewind(saved.step)
@@ -309,3 +309,46 @@ def _chat_template(training: ResolvedTraining) -> str | None:
         raise TrainingError(f"the chat template {path} cannot be read: {error}") from error
     except ChatTemplateError as error:
         raise TrainingError(f"{path}: {error}") from error
+
+
+def _notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
+    """Warn about properties of a new run that its user may not expect."""
+    asked, record = training.recipe.val_fraction, text.record
+    share = record["val_bytes"] / max(1, record["bytes"])
+    if abs(share - asked) > asked / 4:
+        yield (
+            f"{share:.1%} of the text is held out, although val_fraction is {asked:.1%}: small "
+            "documents are not split, and a tokenized text keeps its split"
+        )
+    yield from _special_tokens_notice(text)
+    steps, model, warmup = training.length.steps, training.model, training.recipe.warmup
+    if steps is None:
+        return
+    if warmup >= steps:
+        yield (
+            f"the warmup of the preset is {warmup:,} steps, but the run has {steps:,}, so the "
+            "learning rate never reaches its peak: set a shorter --warmup"
+        )
+    often = steps * training.tokens_per_step / text.train.count
+    if often > MANY and not model.dropout:
+        yield (
+            f"{steps:,} steps pass over the text {often:.1f} times without dropout: the model may "
+            "overfit, so that the validation loss rises. Set fewer --steps or --dropout "
+            f"{dropout_of(often, model.vocab_size):g}, or replace --preset by --minutes, which "
+            "chooses both"
+        )
+
+
+def _special_tokens_notice(text: PreparedText) -> Iterator[str]:
+    """Report names of special tokens in the text, if there are any, and how they are encoded."""
+    if not (names := text.record.get("special_names")):
+        return
+    first = shlex.quote(next(iter(names)))
+    encoded = "they are encoded as the tokens"
+    if not text.special_ids:
+        encoded = (
+            f"they are encoded as plain text. --split-at {first} splits the text into documents at "
+            "them; --special-tokens ids encodes them as the tokens, as a chat template does"
+        )
+    listed = ", ".join(f"{name} {count:,} times" for name, count in list(names.items())[:4])
+    yield f"the text contains names of special tokens ({listed}); {encoded}"

@@ -12,7 +12,7 @@ from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.shards import Shard
 from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.evaluation.held_out import held_out_windows
-from logitd.model.evaluation.quantization_loss import decode_nats, quantization_loss
+from logitd.model.evaluation.quantization import decode_nats, quantization_loss
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache

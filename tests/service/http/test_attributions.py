@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.attribute import attributing
 from logitd.model.inference.attribution.task import (
     METHODS,
     AttributionTask,
@@ -51,7 +51,7 @@ def test_values_equal_the_models(server: Serving, gpt: GPT) -> None:
     task = AttributionTask(
         position=len(ids) - 3, token_id=97, minus_id=98, methods=METHODS, steps=3, baseline=32
     )
-    expected = attribute(gpt, ids, task)
+    expected = attributing(gpt, ids, task).result()
     path, minus = expected.integrated_gradients, prompt.minus
     assert prompt.token_ids == ids == [token.id for token in prompt.tokens]
     assert [bytes(token.bytes) for token in prompt.tokens] == [bytes([i]) for i in ids]
@@ -100,7 +100,7 @@ def test_gradients_of_stages_equal_the_models(server: Serving, gpt: GPT) -> None
             server, stages=["blocks.0.attn.hook_pattern", names[1]], position=-3, **fields
         )
         task = AttributionTask(position=len(ids) - 3, stages=names, **of_task)
-        expected = attribute(gpt, ids, task)
+        expected = attributing(gpt, ids, task).result()
         same(prompt.value, expected.target)
         assert (prompt.token is None) == ("direction" in fields)
         assert prompt.gradients is not None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from logitd.model.inference.circuit.find import find_circuit
+from logitd.model.inference.circuit.find import finding
 from logitd.model.inference.circuit.task import CircuitTask
 from logitd.model.operations.circuit import CircuitReply, PromptCircuit
 from logitd.model.transformer.gpt import GPT
@@ -26,7 +26,7 @@ def test_circuit_is_that_of_the_model(server: Serving, gpt: GPT) -> None:
     found = circuit(server, token="a", minus_id=98, position=-3, share=0.7, max_edges=40)
     ids = list(PROMPT.encode())
     task = CircuitTask(position=len(ids) - 3, token_id=97, minus_id=98, share=0.7, edges=40)
-    expected = find_circuit(gpt, ids, task)
+    expected = finding(gpt, ids, task).result()
     assert (found.token_ids, found.position) == (ids, len(ids) - 3)
     assert (found.token.id, found.minus.id) == (97, 98)
     assert found.difference == pytest.approx(expected.difference, abs=1e-4)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.attribute import attributing
 from logitd.model.inference.attribution.task import Attribution, AttributionTask
 from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
@@ -38,7 +38,7 @@ def _block(module: nn.Module) -> Block:
 
 def direct(gpt: GPT, ids: list[int] = IDS, **fields: Any) -> Attribution:
     values: dict[str, Any] = {"position": len(ids) - 1, "token_id": 70, "methods": ("direct",)}
-    return attribute(gpt, ids, AttributionTask(**(values | fields)))
+    return attributing(gpt, ids, AttributionTask(**(values | fields))).result()
 
 
 @given(shapes(), st.integers(0, 8), st.sampled_from([None, 1]))

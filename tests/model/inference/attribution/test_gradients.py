@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.device import use_threads
-from logitd.model.inference.attribution.attribute import Attributing, attribute
+from logitd.model.inference.attribution.attribute import attributing
 from logitd.model.inference.attribution.gradients import TextPasses, threads_keep_bits
 from logitd.model.inference.attribution.task import (
     Attribution,
@@ -84,19 +84,19 @@ def test_gradient_times_input_is_that_of_autograd(gpt: GPT, exact: GPT) -> None:
     gradient, x = autograd(exact)
     expected = (gradient * x).sum(dim=-1)
     for model, tolerance in ((exact, 1e-12), (gpt, 1e-4)):
-        found = attribute(model, IDS, task())
+        found = attributing(model, IDS, task()).result()
         scale = max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(values_of(found), expected, atol=tolerance * scale, rtol=0)
         assert found.target == pytest.approx(plain_target(exact)[0].item(), abs=tolerance * 10)
 
 
 def test_later_tokens_contribute_nothing(gpt: GPT) -> None:
-    values = values_of(attribute(gpt, IDS, task()))
+    values = values_of(attributing(gpt, IDS, task()).result())
     assert len(values) == len(IDS)
     assert values[POSITION + 1 :].tolist() == [0.0] * (len(IDS) - POSITION - 1)
     assert values[: POSITION + 1].ne(0).all()
     other = [*IDS[: POSITION + 1], 9, 9]
-    assert attribute(gpt, other, task()) == attribute(gpt, IDS, task())
+    assert attributing(gpt, other, task()).result() == attributing(gpt, IDS, task()).result()
 
 
 def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT) -> None:
@@ -111,7 +111,7 @@ def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT
             total += autograd(exact, begin + (step + 0.5) / 5 * (x - begin))[0] / 5
         expected = ((x - begin) * total).sum(dim=-1)
         methods = ("integrated_gradients",)
-        found = attribute(exact, IDS, task(methods=methods, steps=5, baseline=baseline))
+        found = attributing(exact, IDS, task(methods=methods, steps=5, baseline=baseline)).result()
         torch.testing.assert_close(path_of(found), expected, atol=1e-10, rtol=1e-10)
         path = found.integrated_gradients
         assert path is not None
@@ -133,7 +133,7 @@ def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None
     gaps = []
     for steps in (4, 36):
         methods = ("integrated_gradients",)
-        found = attribute(gpt, IDS, task(methods=methods, steps=steps, baseline=32))
+        found = attributing(gpt, IDS, task(methods=methods, steps=steps, baseline=32)).result()
         path = found.integrated_gradients
         assert path is not None
         gaps.append(abs(path.gap))
@@ -145,10 +145,10 @@ def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None
 def test_attribution_without_a_token_takes_the_likeliest(gpt: GPT) -> None:
     with torch.inference_mode():
         expected = int(gpt(torch.tensor([IDS])).logits[0, POSITION].argmax())
-    found = attribute(gpt, IDS, task(token_id=None, minus_id=None))
+    found = attributing(gpt, IDS, task(token_id=None, minus_id=None)).result()
     assert found.token_id == expected
     assert found.minus_logit is None
-    assert found == attribute(gpt, IDS, task(token_id=expected, minus_id=None))
+    assert found == attributing(gpt, IDS, task(token_id=expected, minus_id=None)).result()
 
 
 def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:
@@ -156,7 +156,7 @@ def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:
     gpt.head.weight[[90, 40]] = 10 * plain_stages(gpt, IDS)["final_norm"][POSITION]
     logits = plain_stages(gpt, IDS)["logits"][POSITION]
     assert logits[40] == logits[90] == logits.max()
-    assert attribute(gpt, IDS, task(token_id=None)).token_id == 40
+    assert attributing(gpt, IDS, task(token_id=None)).result().token_id == 40
 
 
 def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
@@ -165,12 +165,14 @@ def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
     wide = copy.deepcopy(rounded).float()
     for name, table in rounded.named_buffers():
         assert torch.equal(wide.get_buffer(name), table.float())
-    assert attribute(rounded, IDS, task()) == attribute(wide, IDS, task())
+    assert attributing(rounded, IDS, task()).result() == attributing(wide, IDS, task()).result()
 
 
 def test_parameters_stay_unchanged_without_gradients(gpt: GPT) -> None:
     before = {name: value.clone() for name, value in gpt.named_parameters()}
-    attribute(gpt, IDS, task(methods=("gradient_times_input", "integrated_gradients"), steps=2))
+    attributing(
+        gpt, IDS, task(methods=("gradient_times_input", "integrated_gradients"), steps=2)
+    ).result()
     for name, value in gpt.named_parameters():
         assert value.grad is None
         assert not value.requires_grad
@@ -179,11 +181,11 @@ def test_parameters_stay_unchanged_without_gradients(gpt: GPT) -> None:
 
 def test_outer_inference_mode_changes_nothing(gpt: GPT) -> None:
     asked = task(methods=("gradient_times_input", "integrated_gradients", "direct"), steps=2)
-    expected = attribute(gpt, IDS, asked)
+    expected = attributing(gpt, IDS, asked).result()
     with torch.inference_mode():
-        assert attribute(gpt, IDS, asked) == expected
+        assert attributing(gpt, IDS, asked).result() == expected
         made_there = copy.deepcopy(gpt)  # its weights are tensors of inference mode
-    assert attribute(made_there, IDS, asked) == expected
+    assert attributing(made_there, IDS, asked).result() == expected
 
 
 def test_piece_is_one_block(gpt: GPT) -> None:
@@ -193,7 +195,7 @@ def test_piece_is_one_block(gpt: GPT) -> None:
         (("integrated_gradients",), layers + layers + 3 * 2 * layers),
         (("direct",), layers + 1),
     ):
-        work, count = Attributing(gpt, IDS, task(methods=methods, steps=3)), 1
+        work, count = attributing(gpt, IDS, task(methods=methods, steps=3)), 1
         while work.advance() is None:
             count += 1
         assert count == pieces + 1, "the last one is complete"
@@ -201,7 +203,7 @@ def test_piece_is_one_block(gpt: GPT) -> None:
 
 def test_no_more_than_a_block_of_the_graph_is_kept(gpt: GPT) -> None:
     asked = task(position=len(IDS) - 1)
-    work, parameters = Attributing(gpt, IDS, asked), {p.data_ptr() for p in gpt.parameters()}
+    work, parameters = attributing(gpt, IDS, asked), {p.data_ptr() for p in gpt.parameters()}
     ended = False
     while not ended:
         saved: dict[int, int] = {}
@@ -226,7 +228,7 @@ def test_long_prompt_is_padded_within_the_context() -> None:
     with torch.inference_mode():
         expected = gpt(torch.tensor([ids])).logits[0, :, TOKEN]
     for position in (0, 31, 32, 40):
-        found = attribute(gpt, ids, task(position=position, minus_id=None))
+        found = attributing(gpt, ids, task(position=position, minus_id=None)).result()
         assert found.target == pytest.approx(expected[position].item(), rel=1e-5)
 
 
@@ -241,9 +243,9 @@ def two_threads() -> Iterator[None]:
 def test_fewer_threads_keep_bits(gpt: GPT, two_threads: None) -> None:
     if not threads_keep_bits(gpt, BLOCK):
         pytest.skip("on this machine a block has different bits with one thread")
-    together = attribute(gpt, IDS, task())
+    together = attributing(gpt, IDS, task()).result()
     use_threads(1)
-    assert attribute(gpt, IDS, task()) == together
+    assert attributing(gpt, IDS, task()).result() == together
 
 
 def test_threads_that_change_a_bit_are_noticed(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.attribute import attribute
+from logitd.model.inference.attribution.attribute import attributing
 from logitd.model.inference.attribution.task import AttributionTask, Probe
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.llm import LLM
@@ -44,7 +44,7 @@ def by_definition(gpt: GPT) -> Mapping[str, Tensor]:
 
 def check(gpt: GPT, task: AttributionTask, target: Tensor, stages: Mapping[str, Tensor]) -> None:
     """Compare the gradients of all stages, and the value of the target."""
-    found = attribute(gpt, IDS, task)
+    found = attributing(gpt, IDS, task).result()
     assert found.target == pytest.approx(target.item(), rel=1e-9, abs=1e-9)
     assert tuple(found.gradients) == task.stages
     expected = torch.autograd.grad(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitd.model.inference.attribution.gradients import TextPasses
 from logitd.model.inference.circuit.edges import Graph
-from logitd.model.inference.circuit.find import Finding, find_circuit
+from logitd.model.inference.circuit.find import finding
 from logitd.model.inference.circuit.frozen import ATTENTION, VALUES
 from logitd.model.inference.circuit.task import Circuit, CircuitTask, Node
 from logitd.model.inference.circuit.text import FrozenText, Kept
@@ -37,7 +37,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 def find(gpt: GPT, ids: list[int] = IDS, **fields: Any) -> Circuit:
     values: dict[str, Any] = {"position": POSITION, "token_id": TOKEN, "minus_id": MINUS}
-    return find_circuit(gpt, ids, CircuitTask(**(values | fields)))
+    return finding(gpt, ids, CircuitTask(**(values | fields))).result()
 
 
 def block_of(gpt: GPT, name: str) -> tuple[Block, str]:
@@ -170,7 +170,7 @@ def check_everything(gpt: GPT, ids: list[int], token: int, minus: int) -> None:
     into = math.fsum(edge.weight for edge in graph.edges if edge.target is None)
     assert into == pytest.approx(whole, rel=1e-9, abs=1e-9 * scale)
     task = CircuitTask(position=len(ids) - 1, token_id=token, minus_id=minus)
-    circuit = find_circuit(gpt, ids, task)
+    circuit = finding(gpt, ids, task).result()
     assert circuit.difference == pytest.approx(difference, rel=1e-8, abs=1e-8)
     assert circuit.baseline + whole == pytest.approx(difference, rel=1e-8, abs=1e-8)
 
@@ -336,7 +336,7 @@ def test_circuit_of_an_induction_head_is_found() -> None:
     whose previous token is 3."""
     gpt = induction_gpt()
     ids = [5, 3, 8, 1, 6, 9, 11, 13, 2, 3]
-    circuit = find_circuit(gpt, ids, CircuitTask(position=9, minus_id=0))
+    circuit = finding(gpt, ids, CircuitTask(position=9, minus_id=0)).result()
     assert circuit.token_id == 8
     nodes = [
         (node.stage.removeprefix("blocks."), node.head, node.position) for node in circuit.nodes
@@ -371,8 +371,8 @@ def test_every_piece_runs_on_one_thread() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        finding = Finding(gpt, IDS, CircuitTask(position=POSITION))
-        while finding.advance() is None:
+        pieces = finding(gpt, IDS, CircuitTask(position=POSITION))
+        while pieces.advance() is None:
             assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

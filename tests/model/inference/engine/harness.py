@@ -25,7 +25,6 @@ from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import (
     AttributionEvent,
-    CircuitEvent,
     Event,
     FinishEvent,
     FinishReason,
@@ -195,8 +194,7 @@ class Outcome:
     prompt: list[ScoredToken] = field(default_factory=list)
     scores: list[ScoresChunk] = field(default_factory=list)
     prompt_start: int = 0
-    attribution: Attribution | None = None
-    circuit: Circuit | None = None
+    attribution: Attribution | Circuit | None = None
     finish: FinishEvent | None = None
 
     @property
@@ -217,7 +215,7 @@ class Outcome:
         """All results of the sequence, bit for bit, and the way it ended."""
         rows = b"".join(event.rows.tobytes() for event in self.rows)
         end = self.ended.reason, self.ended.stop_token_id, self.ended.error
-        return self.tokens, self.prompt, self.positions, rows, self.attribution, self.circuit, end
+        return self.tokens, self.prompt, self.positions, rows, self.attribution, end
 
     @property
     def values(self) -> Tensor:
@@ -329,9 +327,6 @@ class Driven:
             elif isinstance(event, AttributionEvent):
                 assert outcome.attribution is None, "attributions are told once"
                 outcome.attribution = event.attribution
-            elif isinstance(event, CircuitEvent):
-                assert outcome.circuit is None, "circuits are told once"
-                outcome.circuit = event.circuit
             else:
                 outcome.finish = event
                 assert event.completion_tokens == len(outcome.tokens)

@@ -15,9 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from logitd.model.inference.attribution.attribute import Attributing, attribute
-from logitd.model.inference.attribution.task import METHODS, AttributionTask, kept_elements
-from logitd.model.inference.circuit.find import find_circuit
+from logitd.model.inference.attribution.attribute import attributing
+from logitd.model.inference.attribution.gradients import Pieces
+from logitd.model.inference.attribution.task import (
+    METHODS,
+    Attribution,
+    AttributionTask,
+    kept_elements,
+)
+from logitd.model.inference.circuit.find import finding
 from logitd.model.inference.circuit.task import CircuitTask, circuit_elements
 from logitd.model.inference.engine import runner
 from logitd.model.inference.engine.attributions import AT_ONCE
@@ -92,7 +98,7 @@ def others() -> list[Request]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attribution_of_the_engine_has_the_bits_of_attribute(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
-    expected = attribute(gpt, PROMPT, asked(**EVERYTHING))
+    expected = attributing(gpt, PROMPT, asked(**EVERYTHING)).result()
     outcome = run(gpt, ask(**EVERYTHING))["why", 0]
     assert outcome.attribution == expected
     assert outcome.ended.reason is FinishReason.STOP
@@ -100,15 +106,15 @@ def test_attribution_of_the_engine_has_the_bits_of_attribute(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_circuit_of_the_engine_has_the_bits_of_find_circuit(family: str) -> None:
+def test_circuit_of_the_engine_has_the_bits_of_a_single_run(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     task = CircuitTask(position=len(PROMPT) - 1, parts=30)
-    expected = find_circuit(gpt, PROMPT, task)
+    expected = finding(gpt, PROMPT, task).result()
     request = AttributionRequest(request_id="circuit", token_ids=tuple(PROMPT), task=task)
     outcomes = run(gpt, request, *others(), ask())
-    assert outcomes["circuit", 0].circuit == expected
+    assert outcomes["circuit", 0].attribution == expected
     assert outcomes["circuit", 0].ended.reason is FinishReason.STOP
-    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, asked())
+    assert outcomes["why", 0].attribution == attributing(gpt, PROMPT, asked()).result()
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -121,7 +127,7 @@ def test_attribution_and_batch_change_no_bit_of_each_other(
     if native:
         how["make_decoder"] = partial(NativeDecoder, library, threads=2)
     without = run(copy.deepcopy(gpt), *others(), **how)
-    alone = attribute(copy.deepcopy(gpt), PROMPT, asked(**EVERYTHING))
+    alone = attributing(copy.deepcopy(gpt), PROMPT, asked(**EVERYTHING)).result()
     requests = [ask("why", **EVERYTHING), *others(), ask("and why", **EVERYTHING)]
     random.Random(2).shuffle(requests)
     together = run(copy.deepcopy(gpt), *requests, **how)
@@ -129,7 +135,7 @@ def test_attribution_and_batch_change_no_bit_of_each_other(
         assert together[key].computed == outcome.computed, key
     for name in ("why", "and why"):
         attribution = together[name, 0].attribution
-        assert attribution is not None
+        assert isinstance(attribution, Attribution)
         assert attribution == alone
         for stage in STAGES:
             assert np.array_equal(attribution.gradients[stage], alone.gradients[stage])
@@ -140,12 +146,12 @@ def test_attribution_uses_quantized_weights(library: ctypes.CDLL, quantize: Quan
     """The decoder quantizes the model's weights in place, so torch computes the attribution with
     quantized weights."""
     gpt = small_gpt(d_model=48, head_dim=16)
-    exact = attribute(copy.deepcopy(gpt), PROMPT, asked())
+    exact = attributing(copy.deepcopy(gpt), PROMPT, asked()).result()
     decoder = partial(NativeDecoder, library, threads=1, quantize=quantize)
     driven = Driven(gpt, make_decoder=decoder)
     driven.add(ask())
     outcome = driven.drain()["why", 0]
-    assert outcome.attribution == attribute(gpt, PROMPT, asked()) != exact
+    assert outcome.attribution == attributing(gpt, PROMPT, asked()).result() != exact
 
 
 def test_attribution_lets_others_decode_in_every_step(gpt: GPT) -> None:
@@ -228,14 +234,14 @@ def test_deadline_ends_attribution_between_two_pieces(gpt: GPT) -> None:
 def test_attribution_frees_its_memory_at_its_end(
     gpt: GPT, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[weakref.ref[Attributing]] = []
+    made: list[weakref.ref[Pieces[Attribution]]] = []
 
-    def make(*arguments: Any) -> Attributing:
-        attributing = Attributing(*arguments)
-        made.append(weakref.ref(attributing))
-        return attributing
+    def make(*arguments: Any) -> Pieces[Attribution]:
+        pieces = attributing(*arguments)
+        made.append(weakref.ref(pieces))
+        return pieces
 
-    monkeypatch.setattr(runner, "Attributing", make)
+    monkeypatch.setattr(runner, "attributing", make)
     driven = Driven(gpt)
     driven.add(ask(methods=("integrated_gradients",)))
     for _ in range(steps):
@@ -256,10 +262,10 @@ def test_attribution_that_fails_ends_alone(gpt: GPT, monkeypatch: pytest.MonkeyP
     driven.add(generation("stream", [1], max_tokens=9))
     driven.step()
 
-    def fail(attributing: Attributing) -> None:
+    def fail(pieces: Pieces[Attribution]) -> None:
         raise MemoryError("no room for a block")
 
-    monkeypatch.setattr(Attributing, "advance", fail)
+    monkeypatch.setattr(Pieces, "advance", fail)
     outcomes = driven.drain()
     assert "MemoryError: no room for a block" in (outcomes["why", 0].ended.error or "")
     assert outcomes["stream", 0].ended.reason is FinishReason.LENGTH
@@ -277,7 +283,7 @@ def test_failing_model_leaves_attribution_alone(gpt: GPT, monkeypatch: pytest.Mo
     monkeypatch.setattr(driven.engine._runner, "run", fail)
     outcomes = driven.drain()
     assert outcomes["stream", 0].ended.reason is FinishReason.ERROR
-    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, asked())
+    assert outcomes["why", 0].attribution == attributing(gpt, PROMPT, asked()).result()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -308,7 +314,7 @@ def test_attributions_end_before_weights_are_swapped() -> None:
     outcomes = driven.drain()
     for name in (*names, "late"):
         weights = new if name == "late" else old
-        assert outcomes[name, 0].attribution == attribute(weights, PROMPT, asked())
+        assert outcomes[name, 0].attribution == attributing(weights, PROMPT, asked()).result()
 
 
 def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:

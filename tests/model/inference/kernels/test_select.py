@@ -19,7 +19,7 @@ from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.evaluation.held_out import held_out_windows
-from logitd.model.evaluation.quantization_loss import decode_nats
+from logitd.model.evaluation.quantization import decode_nats
 from logitd.model.inference.kernels import select
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
 from logitd.model.inference.kernels.cpu.library import NativeLibrary

@@ -27,9 +27,8 @@ from logitd.model.inference.sampling.results import (
     SampleResult,
     ScoredToken,
 )
-from logitd.model.inference.sampling.sample import SamplingRow, sampling_rows
+from logitd.model.inference.sampling.sample import SamplingRow, SamplingState, sampling_rows
 from logitd.model.inference.sampling.sampler import ListedIds, RowContext, sample, score, score_rows
-from logitd.model.inference.sampling.state import SamplingState
 from tests.model.inference.engine.harness import params
 from tests.profiles import examples
 
