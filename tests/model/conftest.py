@@ -69,7 +69,7 @@ def configuration(story_file: Path, out: Path, **given: Any) -> TrainingConfig:
         "eval_batches": 2,
         "checkpoint_every": 6,
         "sample_every": 1000,
-        "sample_tokens": 4,
+        "sample_tokens": 1,
     }
     return TrainingConfig(**{**values, **given})
 

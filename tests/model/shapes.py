@@ -56,7 +56,7 @@ PAIRED = [
     pytest.param(name, marks=case.marks)
     for name, case in zip(COMBINATIONS, combinations(*CHOICES), strict=True)
 ]
-"""The names of all combinations, as parameters of tests. Half of them run only with the slow
+"""The names of all combinations, as parameters of tests. Most of them run only with the slow
 tests."""
 
 

@@ -79,7 +79,9 @@ def test_repeating_text_is_the_same(spellers: Pair, name: str) -> None:
     assert (spellers.accepted > before) == (longest > 2)
 
 
-@pytest.mark.parametrize("length", range(1, 24))
+@pytest.mark.parametrize(
+    "length", [pytest.param(n, marks=[pytest.mark.slow] * bool(n % 3)) for n in range(1, 24)]
+)
 def test_stop_string_anywhere_in_a_step_is_the_same(spellers: Pair, length: int) -> None:
     """Tokens after the stop string in the same step are neither shown nor counted."""
     before = spellers.drafting.finished("stop")

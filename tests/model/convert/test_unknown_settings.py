@@ -73,14 +73,13 @@ def of_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [of_roles, of_nanogpt, of_transformers])
-@pytest.mark.parametrize("checked", [False, True])
-def test_unknown_setting_is_an_open_question(write: Any, checked: bool, tmp_path: Path) -> None:
+def test_unknown_setting_is_an_open_question(write: Any, tmp_path: Path) -> None:
     write(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT * 50, encoding="utf-8")
     roles = RoleOptions(answers=ANSWERS) if write is of_roles else None
-    check = tmp_path / "text.txt" if checked else None
-    with pytest.raises(OpenQuestions, match=r"softcap 15.0.*--ignore-setting softcap"):
-        import_model(tmp_path / "source", tmp_path / "ours", roles=roles, check=check)
+    for check in (None, tmp_path / "text.txt"):
+        with pytest.raises(OpenQuestions, match=r"softcap 15.0.*--ignore-setting softcap"):
+            import_model(tmp_path / "source", tmp_path / "ours", roles=roles, check=check)
     info = import_model(
         tmp_path / "source", tmp_path / "ours", roles=roles, ignored_settings=["softcap"]
     )

@@ -19,6 +19,7 @@ from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import Quantization
 from logitd.model.training.step.validate import validate
 from logitd.model.transformer.gpt import GPT
+from tests.model.covering import SOME_FAMILIES
 from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
 
 BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"
@@ -43,7 +44,7 @@ def rounded_to(bits: int) -> Any:
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_decoding_has_the_nats_of_an_evaluation(family: str) -> None:
     gpt, text = tiny_gpt(tiny_config(**FAMILIES[family])), windows()
     (batch,) = text

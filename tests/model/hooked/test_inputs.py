@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from logitd.model.hooked.model import HookedGPT
 from logitd.model.inference.errors import InvalidRequest
+from tests.model.covering import SOME_FAMILIES
 from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
 
 TEXTS = ["The cat sat; the cat", "abcde", "x"]
@@ -21,6 +22,11 @@ def model(request: pytest.FixtureRequest) -> HookedGPT:
     return HookedGPT(gpt, byte_tokenizer(), "tiny")
 
 
+few = pytest.mark.parametrize("model", SOME_FAMILIES, indirect=True)
+"""Mark of a test that needs only a few families in the quick set."""
+
+
+@few
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_text(model: HookedGPT, side: Any) -> None:
     logits, cache = model.run_with_cache(TEXTS, padding_side=side)
@@ -41,6 +47,7 @@ def test_padding_changes_no_text(model: HookedGPT, side: Any) -> None:
     assert_close(mean, total / sum(map(len, TEXTS)))
 
 
+@few
 def test_leading_padding_of_ids_is_hidden_except_the_beginning_of_the_text(
     model: HookedGPT,
 ) -> None:
@@ -69,6 +76,7 @@ def test_padded_texts_have_finite_gradients(model: HookedGPT) -> None:
     assert not gradient[2, :-2].any()
 
 
+@few
 def test_texts_of_different_lengths_are_continued_as_alone(model: HookedGPT) -> None:
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False}
     together = model.generate(TEXTS, **options)

@@ -113,10 +113,11 @@ def test_chunks_match_the_forward(gpt: GPT) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [1, *(pytest.param(prompt, marks=pytest.mark.slow) for prompt in (9, 32, 33))]
+    ("prompt", "end"),
+    [(1, 66), *(pytest.param(start, 128, marks=pytest.mark.slow) for start in (9, 32, 33))],
 )
-def test_decoded_positions_match_the_forward(gpt: GPT, prompt: int) -> None:
-    length = gpt.config.context_length
+def test_decoded_positions_match_the_forward(gpt: GPT, prompt: int, end: int) -> None:
+    length = min(end, gpt.config.context_length)
     prompt = min(prompt, length - 1)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     cache = new_cache(gpt)
@@ -208,8 +209,8 @@ def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
     kept = KVCache(gpt.config, 4, device=torch.device("cpu"), dtype=torch.float32, kept="int8")
     for cache in (exact, kept):
         prefill(gpt, cache, 1, ids, 0, length)
-        for position in range(length):
-            decode(gpt, cache, [2], [int(ids[position])], [position])
+    for position in range(length):
+        decode(gpt, kept, [2], [int(ids[position])], [position])
     assert kept.nbytes < 0.6 * exact.nbytes
     assert kept.key_scales is not None
     assert kept.value_scales is not None

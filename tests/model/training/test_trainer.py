@@ -287,7 +287,7 @@ def test_train_restores_random_state_and_threads(configure: Configure) -> None:
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_one_batch_can_be_memorized(tmp_path: Path, configure: Configure, optimizer: str) -> None:
     """The training text is hardly longer than a window, so all batches are nearly the same."""
     path = tmp_path / "short.txt"

@@ -411,7 +411,7 @@ def test_interrupts_during_imports_end_silently(
     maps = Path(f"/proc/{process.pid}/maps")
     while library not in maps.read_text():
         assert process.poll() is None
-        time.sleep(0.001)
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "")

@@ -179,6 +179,7 @@ def test_health_answers_while_other_calls_are_refused(
         assert client.generate("a", max_tokens=1).usage.completion_tokens == 1
 
 
+@pytest.mark.parametrize("connect", ["Client"], indirect=True)
 @pytest.mark.parametrize(
     ("operation", "summary"),
     [(operation, summary) for operation in OPERATIONS for summary in operation.body.examples],

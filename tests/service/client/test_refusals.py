@@ -71,7 +71,7 @@ def test_other_models_and_paths_are_not_found(server: Serving, connect: Connect)
 
 
 def test_deadline_within_a_stream_keeps_its_text(speller: Serving, connect: Connect) -> None:
-    with connect(speller.url).stream(**LONG, timeout=1.0) as stream:
+    with connect(speller.url).stream(**LONG, timeout=0.5) as stream:
         error = refused(DeadlineExceededError, lambda: list(stream))
         assert (error.status, error.param) == (504, "timeout")
         assert stream.text.startswith("bcd")

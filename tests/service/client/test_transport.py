@@ -122,9 +122,14 @@ def test_arguments_of_other_types_are_refused_by_name(
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(words)):
         kind(**wrong)
-    others: dict[Any, Any] = {Client: httpx.AsyncClient(), AsyncClient: httpx.Client()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"), [(Client, httpx.AsyncClient), (AsyncClient, httpx.Client)]
+)
+def test_http_client_of_the_other_kind_is_refused(kind: Any, other: Any) -> None:
     with pytest.raises(TypeError, match="it must be an httpx"):
-        kind(http=others[kind])
+        kind(http=other())
 
 
 def test_limits_include_that_of_connecting() -> None:

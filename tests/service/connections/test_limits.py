@@ -122,7 +122,7 @@ def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
 def test_reader_of_a_reply_does_not_make_room(narrow: Serving) -> None:
     """The server has finished the reply, and its connection has been idle the longest. It is not
     closed, because the client has not read all of the reply."""
-    large = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
+    large = {"prompt": long_prompt(500), "max_tokens": 1, "prompt_logprobs": 200}
     with ExitStack() as stack:
         reading = stack.enter_context(narrow.connect(receive_buffer=4096))
         reading.sendall(request_bytes("/generate", large))
@@ -167,7 +167,7 @@ def test_connection_above_the_limit_replaces_an_idle_one(narrow: Serving) -> Non
     """The limit is four connections. While all four are busy, a new connection is still accepted.
     The server closes connections once they are idle, and no request gets 503."""
     with ExitStack() as stack:
-        tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
+        tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 400}
         at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]
         for raw in at_work:
             raw.sendall(request_bytes("/generate", tokens))

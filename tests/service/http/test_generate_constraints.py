@@ -194,6 +194,7 @@ def test_slow_compilation_is_refused_without_delaying_others(hasty: Serving) -> 
     while slow.is_alive():
         assert hasty.generate("x", max_tokens=2)
         asked += 1
+        slow.join(0.02)
     error = error_of(answers[0])
     assert "more than 0.5 s to compile" in error.message
     assert asked > 3, "the event loop or the engine was blocked"

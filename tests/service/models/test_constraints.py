@@ -3,8 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.service.serving import TEST_TIMEOUT, eventually
 
 TOKENIZER = byte_tokenizer()
 COMPILER = Compiler(TOKENIZER)
+SANDBOX = Sandbox(TOKENIZER, memory=ROOM)
 GOOD = Source("regex", "[a-z]+")
 
 
@@ -59,15 +59,14 @@ class WatchedCompiler(Compiler):
 
 
 class Bench:
-    """Constraints with their sandbox and metrics."""
+    """Constraints with their metrics."""
 
     def __init__(
         self, compiler: Compiler | ConstraintsUnavailable = COMPILER, timeout: float = TEST_TIMEOUT
     ) -> None:
-        self.sandbox = Sandbox(TOKENIZER, memory=ROOM)
         self.metrics = Metrics()
         self.constraints = WatchedConstraints(
-            compiler, self.sandbox, timeout=timeout, metrics=self.metrics.of("tiny")
+            compiler, SANDBOX, timeout=timeout, metrics=self.metrics.of("tiny")
         )
 
     def count(self, outcome: str) -> float:
@@ -82,15 +81,12 @@ class Bench:
         return self.metrics.registry.get_sample_value("logitd_constraints_kept", {"model": "tiny"})
 
 
-@asynccontextmanager
-async def bench(
-    compiler: Compiler | ConstraintsUnavailable = COMPILER, timeout: float = TEST_TIMEOUT
-) -> AsyncIterator[Bench]:
-    made = Bench(compiler, timeout)
-    try:
-        yield made
-    finally:
-        made.constraints.close()
+@pytest.fixture(scope="module", autouse=True)
+def closed_sandbox() -> Iterator[None]:
+    """Start the sandbox's process once, because a start takes half a second."""
+    SANDBOX.start()
+    yield
+    SANDBOX.close()
 
 
 def literal(i: int) -> Source:
@@ -106,37 +102,37 @@ async def error_of(work: Awaitable[Constraint]) -> ApiError:
 async def test_equal_sources_are_compiled_once() -> None:
     """On a busy machine a constraint may count as slow. Each request then gets its own copy, so the
     test compares the sources, not the objects."""
-    async with bench() as b:
-        found = await asyncio.gather(*(b.constraints.compiled(GOOD) for _ in range(20)))
-        assert all(one.source is GOOD for one in found)
-        assert b.constraints.cached(GOOD) is not None
-        await b.constraints.compiled(GOOD)
-        assert b.constraints.tried == [GOOD]
-        assert (b.count("compiled"), b.count("kept"), b.kept) == (20, 2, 1)
-        seconds = b.metrics.registry.get_sample_value(
-            "logitd_constraint_compile_seconds_count", {"model": "tiny"}
-        )
-        assert seconds == 1
+    b = Bench()
+    found = await asyncio.gather(*(b.constraints.compiled(GOOD) for _ in range(20)))
+    assert all(one.source is GOOD for one in found)
+    assert b.constraints.cached(GOOD) is not None
+    await b.constraints.compiled(GOOD)
+    assert b.constraints.tried == [GOOD]
+    assert (b.count("compiled"), b.count("kept"), b.kept) == (20, 2, 1)
+    seconds = b.metrics.registry.get_sample_value(
+        "logitd_constraint_compile_seconds_count", {"model": "tiny"}
+    )
+    assert seconds == 1
 
 
 async def test_kinds_with_the_same_text_are_different() -> None:
-    async with bench() as b:
-        text = '["a"]'  # a class of one character, and a choice of one
-        as_regex = await b.constraints.compiled(Source("regex", text))
-        as_choice = await b.constraints.compiled(Source("choice", text))
-        assert as_regex.allowed.nonzero()[0].tolist() == [ord('"'), ord("a")]
-        assert as_choice.allowed.nonzero()[0].tolist() == [ord("a")]
+    b = Bench()
+    text = '["a"]'  # a class of one character, and a choice of one
+    as_regex = await b.constraints.compiled(Source("regex", text))
+    as_choice = await b.constraints.compiled(Source("choice", text))
+    assert as_regex.allowed.nonzero()[0].tolist() == [ord('"'), ord("a")]
+    assert as_choice.allowed.nonzero()[0].tolist() == [ord("a")]
 
 
 async def test_least_recently_used_constraint_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CACHED", 3)
-    async with bench() as b:
-        for i in range(3):
-            await b.constraints.compiled(literal(i))
-        assert b.constraints.cached(literal(0))
-        await b.constraints.compiled(literal(3))
-        assert b.kept == 3
-        assert [bool(b.constraints.cached(literal(i))) for i in range(4)] == [1, 0, 1, 1]
+    b = Bench()
+    for i in range(3):
+        await b.constraints.compiled(literal(i))
+    assert b.constraints.cached(literal(0))
+    await b.constraints.compiled(literal(3))
+    assert b.kept == 3
+    assert [bool(b.constraints.cached(literal(i))) for i in range(4)] == [1, 0, 1, 1]
 
 
 async def test_slow_constraint_is_prepared_for_each_sequence(
@@ -146,45 +142,45 @@ async def test_slow_constraint_is_prepared_for_each_sequence(
     compile them."""
     monkeypatch.setattr(compiler_module, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(module, "MAX_PREPARED", 5)
-    async with bench() as b:
-        for sequences in (1, 5, 6):
-            constraint = await b.constraints.compiled(GOOD, sequences)
-            assert len(constraint._starts) == min(sequences, 5)
-            matchers = [constraint.matcher() for _ in range(sequences)]
-            for matcher in matchers:
-                matcher.advance(ord("a"))
-            assert not constraint._starts
-        kept = b.constraints.cached(GOOD)
-        assert kept is not None
-        assert not kept._starts
+    b = Bench()
+    for sequences in (1, 5, 6):
+        constraint = await b.constraints.compiled(GOOD, sequences)
+        assert len(constraint._starts) == min(sequences, 5)
+        matchers = [constraint.matcher() for _ in range(sequences)]
+        for matcher in matchers:
+            matcher.advance(ord("a"))
+        assert not constraint._starts
+    kept = b.constraints.cached(GOOD)
+    assert kept is not None
+    assert not kept._starts
 
 
 async def test_busy_machine_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit applies to the processor time that a trial uses. If a trial gets no processor time
     for a long time, the client gets 429."""
-    async with bench(timeout=0.2) as b:
-        await b.constraints.compiled(literal(0))
-        assert b.sandbox._process is not None
-        for patience, status in ((20, None), (2, 429)):
-            monkeypatch.setattr(module, "PATIENCE", patience)
-            b.sandbox._process.send_signal(signal.SIGSTOP)
-            waits = asyncio.create_task(error_or_constraint(b.constraints.compiled(literal(1))))
-            await asyncio.sleep(0.6)
-            b.sandbox._process.send_signal(signal.SIGCONT)
-            outcome = await waits
-            assert getattr(outcome, "status", None) == status
-            b.constraints._cache.clear()
+    b = Bench(timeout=0.2)
+    await b.constraints.compiled(literal(0))
+    assert SANDBOX._process is not None
+    for patience, status in ((20, None), (2, 429)):
+        monkeypatch.setattr(module, "PATIENCE", patience)
+        SANDBOX._process.send_signal(signal.SIGSTOP)
+        waits = asyncio.create_task(error_or_constraint(b.constraints.compiled(literal(1))))
+        await asyncio.sleep(0.6)
+        SANDBOX._process.send_signal(signal.SIGCONT)
+        outcome = await waits
+        assert getattr(outcome, "status", None) == status
+        b.constraints._cache.clear()
 
 
 async def test_refusal_has_the_compilers_message_and_is_not_cached() -> None:
-    async with bench() as b:
-        wrong = Source("regex", "(")
-        for _ in range(2):
-            error = await error_of(b.constraints.compiled(wrong))
-            assert (error.status, error.param) == (400, "regex")
-            assert error.message == "regex: invalid regular expression: unclosed group"
-        assert b.constraints.tried == [wrong, wrong]
-        assert (b.count("refused"), b.kept) == (2, 0)
+    b = Bench()
+    wrong = Source("regex", "(")
+    for _ in range(2):
+        error = await error_of(b.constraints.compiled(wrong))
+        assert (error.status, error.param) == (400, "regex")
+        assert error.message == "regex: invalid regular expression: unclosed group"
+    assert b.constraints.tried == [wrong, wrong]
+    assert (b.count("refused"), b.kept) == (2, 0)
 
 
 async def error_or_constraint(work: Awaitable[Constraint]) -> Constraint | ApiError:
@@ -196,32 +192,32 @@ async def error_or_constraint(work: Awaitable[Constraint]) -> Constraint | ApiEr
 
 async def test_compilations_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COMPILING", 3)
-    async with bench() as b:
-        b.constraints.gate.clear()
-        first = [asyncio.create_task(b.constraints.compiled(literal(i))) for i in range(3)]
-        await asyncio.sleep(0)
-        error = await error_of(b.constraints.compiled(literal(3)))
-        assert (error.status, error.retry_after) == (429, 1)
-        assert b.count("busy") == 1
-        same = asyncio.create_task(b.constraints.compiled(literal(0)))
-        await asyncio.sleep(0)
-        b.constraints.gate.set()
-        await asyncio.gather(*first, same)
-        assert b.constraints.tried == [literal(i) for i in range(3)]
-        assert await b.constraints.compiled(literal(3))
+    b = Bench()
+    b.constraints.gate.clear()
+    first = [asyncio.create_task(b.constraints.compiled(literal(i))) for i in range(3)]
+    await asyncio.sleep(0)
+    error = await error_of(b.constraints.compiled(literal(3)))
+    assert (error.status, error.retry_after) == (429, 1)
+    assert b.count("busy") == 1
+    same = asyncio.create_task(b.constraints.compiled(literal(0)))
+    await asyncio.sleep(0)
+    b.constraints.gate.set()
+    await asyncio.gather(*first, same)
+    assert b.constraints.tried == [literal(i) for i in range(3)]
+    assert await b.constraints.compiled(literal(3))
 
 
 async def test_trial_continues_for_the_remaining_clients() -> None:
-    async with bench() as b:
-        b.constraints.gate.clear()
-        leaves, stays = (asyncio.create_task(b.constraints.compiled(GOOD)) for _ in range(2))
-        while not b.constraints.tried:
-            await asyncio.sleep(0.01)
-        leaves.cancel()
-        await asyncio.wait({leaves})
-        b.constraints.gate.set()
-        assert await stays
-        assert b.constraints.tried == [GOOD]
+    b = Bench()
+    b.constraints.gate.clear()
+    leaves, stays = (asyncio.create_task(b.constraints.compiled(GOOD)) for _ in range(2))
+    while not b.constraints.tried:
+        await asyncio.sleep(0.01)
+    leaves.cancel()
+    await asyncio.wait({leaves})
+    b.constraints.gate.set()
+    assert await stays
+    assert b.constraints.tried == [GOOD]
 
 
 def slow(i: int) -> Source:
@@ -230,87 +226,84 @@ def slow(i: int) -> Source:
 
 
 async def test_trial_ends_with_its_last_client() -> None:
-    async with bench() as b:
-        clients = [
-            asyncio.create_task(b.constraints.compiled(slow(i % 3), 1, f"client {i}"))
-            for i in range(6)
-        ]
-        while len(b.constraints._trials) < 3:
-            await asyncio.sleep(0.01)
-        for client in clients[:3]:
-            client.cancel()
-        await asyncio.wait(clients[:3])
-        assert len(b.constraints._compiling) == 3, "each still has a waiting client"
-        for client in clients[3:]:
-            client.cancel()
-        await asyncio.wait(clients)
-        assert not b.constraints._compiling
-        await asyncio.to_thread(eventually, lambda: not trials(b.sandbox))
-        assert await b.constraints.compiled(GOOD)
+    b = Bench()
+    clients = [
+        asyncio.create_task(b.constraints.compiled(slow(i % 3), 1, f"client {i}")) for i in range(6)
+    ]
+    while len(b.constraints._trials) < 3:
+        await asyncio.sleep(0.01)
+    for client in clients[:3]:
+        client.cancel()
+    await asyncio.wait(clients[:3])
+    assert len(b.constraints._compiling) == 3, "each still has a waiting client"
+    for client in clients[3:]:
+        client.cancel()
+    await asyncio.wait(clients)
+    assert not b.constraints._compiling
+    await asyncio.to_thread(eventually, lambda: not trials(SANDBOX))
+    assert await b.constraints.compiled(GOOD)
 
 
 async def test_new_client_restarts_a_cancelled_compilation() -> None:
-    async with bench() as b:
-        b.constraints.gate.clear()
-        leaves = asyncio.create_task(b.constraints.compiled(GOOD))
-        while not b.constraints.tried:
-            await asyncio.sleep(0.01)
-        leaves.cancel()
-        await asyncio.wait({leaves})
-        comes = asyncio.create_task(b.constraints.compiled(GOOD))
+    b = Bench()
+    b.constraints.gate.clear()
+    leaves = asyncio.create_task(b.constraints.compiled(GOOD))
+    while not b.constraints.tried:
         await asyncio.sleep(0.01)
-        b.constraints.gate.set()
-        assert await comes
-        assert b.constraints.tried == [GOOD, GOOD]
+    leaves.cancel()
+    await asyncio.wait({leaves})
+    comes = asyncio.create_task(b.constraints.compiled(GOOD))
+    await asyncio.sleep(0.01)
+    b.constraints.gate.set()
+    assert await comes
+    assert b.constraints.tried == [GOOD, GOOD]
 
 
 @pytest.mark.slow
 async def test_slow_constraints_delay_others_only_briefly() -> None:
     """Each of three clients sends slow constraints, one after another."""
-    async with bench(timeout=0.5) as b:
-        stop = False
+    b = Bench(timeout=0.5)
+    stop = False
 
-        async def attack(first: int) -> None:
-            for i in range(first, 10_000, 3):
-                if stop:
-                    return
-                await error_or_constraint(b.constraints.compiled(slow(i), 1, "attacker"))
+    async def attack(first: int) -> None:
+        for i in range(first, 10_000, 3):
+            if stop:
+                return
+            await error_or_constraint(b.constraints.compiled(slow(i), 1, "attacker"))
 
-        attackers = [asyncio.create_task(attack(i)) for i in range(3)]
-        await asyncio.sleep(0.5)
-        for i in range(8):
-            assert await b.constraints.compiled(literal(i), 1, ("attacker", "other")[i % 2])
-        stop = True
-        await asyncio.wait(attackers)
-        assert b.count("timed_out") > 0
+    attackers = [asyncio.create_task(attack(i)) for i in range(3)]
+    await asyncio.sleep(0.5)
+    for i in range(8):
+        assert await b.constraints.compiled(literal(i), 1, ("attacker", "other")[i % 2])
+    stop = True
+    await asyncio.wait(attackers)
+    assert b.count("timed_out") > 0
 
 
 async def test_callers_share_the_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COMPILING", 4)
-    async with bench() as b:
-        b.constraints.gate.clear()
-        first = [
-            asyncio.create_task(b.constraints.compiled(literal(i), 1, "many")) for i in range(4)
-        ]
-        await asyncio.sleep(0)
-        assert (await error_of(b.constraints.compiled(literal(9), 1, "many"))).status == 429
-        first += [asyncio.create_task(b.constraints.compiled(literal(i), 1, "few")) for i in (4, 5)]
-        await asyncio.sleep(0)
-        assert (await error_of(b.constraints.compiled(literal(9), 1, "few"))).status == 429
-        b.constraints.gate.set()
-        assert all(await asyncio.gather(*first))
+    b = Bench()
+    b.constraints.gate.clear()
+    first = [asyncio.create_task(b.constraints.compiled(literal(i), 1, "many")) for i in range(4)]
+    await asyncio.sleep(0)
+    assert (await error_of(b.constraints.compiled(literal(9), 1, "many"))).status == 429
+    first += [asyncio.create_task(b.constraints.compiled(literal(i), 1, "few")) for i in (4, 5)]
+    await asyncio.sleep(0)
+    assert (await error_of(b.constraints.compiled(literal(9), 1, "few"))).status == 429
+    b.constraints.gate.set()
+    assert all(await asyncio.gather(*first))
 
 
 async def test_nothing_is_compiled_on_the_event_loop() -> None:
     compiler = WatchedCompiler()
-    async with bench(compiler) as b:
-        await b.constraints.compiled(GOOD)
-        assert len(compiler.threads) == 1
-        assert threading.current_thread() not in compiler.threads
+    b = Bench(compiler)
+    await b.constraints.compiled(GOOD)
+    assert len(compiler.threads) == 1
+    assert threading.current_thread() not in compiler.threads
 
 
 async def test_without_a_compiler_the_reason_is_given() -> None:
-    async with bench(ConstraintsUnavailable("constraints need llguidance")) as b:
-        error = await error_of(b.constraints.compiled(GOOD))
-        assert (error.status, error.message) == (400, "regex: constraints need llguidance")
-        assert b.constraints.tried == []
+    b = Bench(ConstraintsUnavailable("constraints need llguidance"))
+    error = await error_of(b.constraints.compiled(GOOD))
+    assert (error.status, error.message) == (400, "regex: constraints need llguidance")
+    assert b.constraints.tried == []

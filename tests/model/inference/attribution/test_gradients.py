@@ -22,6 +22,7 @@ from logitd.model.inference.attribution.task import (
 )
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
+from tests.model.covering import few_families
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages, without_softcap
 
@@ -90,6 +91,7 @@ def test_gradient_times_input_is_that_of_autograd(gpt: GPT, exact: GPT) -> None:
         assert found.target == pytest.approx(plain_target(exact)[0].item(), abs=tolerance * 10)
 
 
+@few_families
 def test_later_tokens_contribute_nothing(gpt: GPT) -> None:
     values = values_of(attributing(gpt, IDS, task()).result())
     assert len(values) == len(IDS)
@@ -99,6 +101,7 @@ def test_later_tokens_contribute_nothing(gpt: GPT) -> None:
     assert attributing(gpt, other, task()).result() == attributing(gpt, IDS, task()).result()
 
 
+@few_families
 def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT) -> None:
     _, x = autograd(exact)
     for baseline in (None, 17):
@@ -142,6 +145,7 @@ def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None
     assert gaps[1] < gaps[0] / 20, gaps
 
 
+@few_families
 def test_attribution_without_a_token_takes_the_likeliest(gpt: GPT) -> None:
     with torch.inference_mode():
         expected = int(gpt(torch.tensor([IDS])).logits[0, POSITION].argmax())
@@ -159,6 +163,7 @@ def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:
     assert attributing(gpt, IDS, task(token_id=None)).result().token_id == 40
 
 
+@few_families
 def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
     """The weights are rounded to bfloat16, but the gradients are computed in float32."""
     rounded = copy.deepcopy(gpt).bfloat16()
@@ -168,6 +173,7 @@ def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
     assert attributing(rounded, IDS, task()).result() == attributing(wide, IDS, task()).result()
 
 
+@few_families
 def test_parameters_stay_unchanged_without_gradients(gpt: GPT) -> None:
     before = {name: value.clone() for name, value in gpt.named_parameters()}
     attributing(
@@ -179,6 +185,7 @@ def test_parameters_stay_unchanged_without_gradients(gpt: GPT) -> None:
         assert torch.equal(value, before[name])
 
 
+@few_families
 def test_outer_inference_mode_changes_nothing(gpt: GPT) -> None:
     asked = task(methods=("gradient_times_input", "integrated_gradients", "direct"), steps=2)
     expected = attributing(gpt, IDS, asked).result()
@@ -188,6 +195,7 @@ def test_outer_inference_mode_changes_nothing(gpt: GPT) -> None:
     assert attributing(made_there, IDS, asked).result() == expected
 
 
+@few_families
 def test_piece_is_one_block(gpt: GPT) -> None:
     layers = gpt.config.n_layer
     for methods, pieces in (
@@ -240,6 +248,7 @@ def two_threads() -> Iterator[None]:
     use_threads(before)
 
 
+@few_families
 def test_fewer_threads_keep_bits(gpt: GPT, two_threads: None) -> None:
     if not threads_keep_bits(gpt, BLOCK):
         pytest.skip("on this machine a block has different bits with one thread")

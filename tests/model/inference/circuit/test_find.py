@@ -18,6 +18,7 @@ from logitd.model.inference.circuit.frozen import ATTENTION, VALUES
 from logitd.model.inference.circuit.task import Circuit, CircuitTask, Node
 from logitd.model.inference.circuit.text import FrozenText, Kept
 from logitd.model.transformer.gpt import GPT, Block
+from tests.model.covering import few_families
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages, without_softcap
 from tests.model.shapes import shapes
@@ -197,6 +198,7 @@ def test_parts_of_any_shape_carry_what_autograd_says(shape: dict[str, Any]) -> N
     check_everything(gpt, random_ids(5, vocab_size=gpt.config.vocab_size).tolist(), 0, 1)
 
 
+@few_families
 def test_edges_of_some_parts_add_up(gpt: GPT) -> None:
     """Edges to parts that are left out are excluded from the sum of the edges, and from the amount
     that the sum must equal."""
@@ -207,6 +209,7 @@ def test_edges_of_some_parts_add_up(gpt: GPT) -> None:
         check_edges(graph)
 
 
+@few_families
 def test_positions_that_are_skipped_have_no_strong_part(gpt: GPT) -> None:
     """Positions are skipped if an upper bound on what their parts can carry is low enough. Without
     the bound, the result is the same."""
@@ -230,6 +233,7 @@ def test_positions_that_are_skipped_have_no_strong_part(gpt: GPT) -> None:
             assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
+@few_families
 def test_share_is_explained_with_as_few_parts_as_needed(gpt: GPT) -> None:
     shares = []
     for wanted in (0.5, 0.9, 0.99):

@@ -12,9 +12,12 @@ WRITE = r"""
 import random
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.constraints.heap import resident
-from tests.model.factories import merging_tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 
-constraint = Compiler(merging_tokenizer()).compile(Source("regex", r"[\w.]+@[\w.]+\.\w{2,4}"))
+ranks = {bytes([byte]): byte for byte in range(256)}
+special = {END_OF_TEXT: 256}
+tokenizer = Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens=special)
+constraint = Compiler(tokenizer).compile(Source("regex", r"[\w.]+@[\w.]+\.\w{2,4}"))
 
 def write(count):
     matchers = [constraint.matcher() for _ in range(count)]

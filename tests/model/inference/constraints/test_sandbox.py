@@ -67,7 +67,7 @@ def sandbox() -> Iterator[Sandbox]:
     sandbox.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def roomy() -> Iterator[Sandbox]:
     """A sandbox whose trials have enough memory for a slow source."""
     sandbox = Sandbox(byte_tokenizer(), memory=ROOM)

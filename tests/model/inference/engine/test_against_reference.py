@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import random
 from functools import partial
-from itertools import cycle, product
 
 import pytest
 import torch
@@ -151,15 +150,12 @@ def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
     return model, partial(graph_decoder, batch_invariant=invariant)
 
 
-GRAPHS = ("graph", "graph, batch-invariant")
-CASES = [*product(FAMILIES, ("torch", "native")), *zip(FAMILIES, cycle(GRAPHS), strict=False)]
-"""Every family runs on both CPU decoders, and also on one of the two graph decoders."""
+DECODERS = ("torch", "native", "graph", "graph, batch-invariant")
 
 
-@pytest.mark.parametrize(("case", "seed"), values(CASES, range(3)), ids=str)
-def test_any_mix_matches_the_reference(case: tuple[str, str], seed: int) -> None:
+@pytest.mark.parametrize(("family", "decoder", "seed"), values(list(FAMILIES), DECODERS, range(2)))
+def test_any_mix_matches_the_reference(family: str, decoder: str, seed: int) -> None:
     """Random prompts, lengths, arrival times, n, samplers and aborts on a random engine."""
-    family, decoder = case
     rng = random.Random(f"{family} {decoder} {seed}")
     shape = {**FAMILIES[family], "head_dim": 16} if decoder == "native" else FAMILIES[family]
     gpt = small_gpt(**shape, context_length=rng.choice([50, 100, 128]))
@@ -169,7 +165,7 @@ def test_any_mix_matches_the_reference(case: tuple[str, str], seed: int) -> None
         make_decoder=make_decoder,
         slots=rng.randint(1, 6),
         prefill_chunk=32 * rng.randint(1, 4),
-        prefix_reuse=seed < 2,
+        prefix_reuse=seed == 0,
         speculate=rng.choice(["none", "ngram"]),
     )
     shared = random_prompt(rng, gpt.config.context_length)

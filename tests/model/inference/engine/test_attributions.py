@@ -33,6 +33,7 @@ from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.options import Quantization
 from logitd.model.transformer.gpt import GPT
+from tests.model.covering import SOME_FAMILIES
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
@@ -105,7 +106,7 @@ def test_attribution_of_the_engine_has_the_bits_of_attribute(family: str) -> Non
     assert (outcome.ended.prompt_tokens, outcome.ended.completion_tokens) == (len(PROMPT), 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_circuit_of_the_engine_has_the_bits_of_a_single_run(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     task = CircuitTask(position=len(PROMPT) - 1, parts=30)

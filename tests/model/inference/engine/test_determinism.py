@@ -76,7 +76,7 @@ CHANGES = (
 )
 
 AS_THEY_ARE = RowGroups(1, 33)
-POOL, MIXES = 14, 1
+POOL, MIXES = 10, 1
 """Number of requests in the pool, and number of engines that each compute a random mix of them.
 These are enough to detect missing padding rows."""
 

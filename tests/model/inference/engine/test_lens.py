@@ -23,6 +23,7 @@ from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.options import Quantization
 from logitd.model.inference.sampling.lens import LensDigest, lens_width
 from logitd.model.transformer.gpt import GPT
+from tests.model.covering import few_families
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
@@ -171,6 +172,7 @@ def test_lens_includes_the_subtraction_of_the_middle_block() -> None:
     check(lens_of(exact, tapped), oracle_logprobs(exact, lens.layers))
 
 
+@few_families
 def test_lens_of_the_last_layer_has_the_bits_of_the_logits(gpt: GPT) -> None:
     """The lens lists the logprob of every id. It is compared with the logits of a separate
     request."""
@@ -186,6 +188,7 @@ def test_lens_of_the_last_layer_has_the_bits_of_the_logits(gpt: GPT) -> None:
     assert (values.divergence == 0).all()
 
 
+@few_families
 def test_lens_has_the_same_bits_in_pieces_among_others_and_copied(
     gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +219,7 @@ def split_following(outcome: Outcome) -> Values:
     return split(rows_of(outcome), replace(FOLLOWING, token_ids=(*FOLLOWING.token_ids, 0)))
 
 
+@few_families
 def test_following_token_has_the_bits_of_naming_and_scoring_it(gpt: GPT) -> None:
     """In all layers but the last, the logprobs of the following token have the same bits as if its
     id were requested. In the last layer, they have the bits that a request for scores returns."""
@@ -244,6 +248,7 @@ def test_following_token_has_the_bits_of_naming_and_scoring_it(gpt: GPT) -> None
 # Interventions
 
 
+@few_families
 def test_lens_reads_changed_streams(gpt: GPT) -> None:
     exact = copy.deepcopy(gpt).double()
     change = Intervention(stage="blocks.1.mlp.out", operation="scale", factor=-2.0)
@@ -270,6 +275,7 @@ def test_change_of_the_final_norm_affects_the_last_layer_only() -> None:
     assert (changed.ranks[:, 3] == 1).all()
 
 
+@few_families
 def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
     """No comparison with NaN is true, so the search for the likeliest ids once failed, and all
     requests of the step failed with it."""

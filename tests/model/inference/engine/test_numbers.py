@@ -17,6 +17,7 @@ from logitd.model.inference.engine.requests import AttentionWeights, HiddenState
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
 from logitd.model.inference.reference import processed_row
 from logitd.model.transformer.gpt import GPT
+from tests.model.covering import few_families
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
@@ -92,6 +93,7 @@ def test_attention_weights_are_the_models_own_to_the_bit(
     assert_close(found.sum(dim=-1), torch.ones(found.shape[:-1]))
 
 
+@few_families
 @pytest.mark.parametrize(
     "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
 )
@@ -146,6 +148,7 @@ def test_columns_of_processed_logits() -> None:
 # Scores
 
 
+@few_families
 @pytest.mark.parametrize(
     ("length", "context", "top"), [(75, 0, 0), (75, 40, 3), (1, 0, 2), (33, 32, 1)]
 )

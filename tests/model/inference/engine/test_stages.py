@@ -30,6 +30,7 @@ from logitd.model.inference.options import KVCacheDType
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import stages_of
+from tests.model.covering import few_families
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
@@ -103,6 +104,7 @@ def test_recorded_stages_match_their_definition(exact: GPT, prefill_chunk: int) 
         check_close(value, expected[name], name)
 
 
+@few_families
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
 def test_recorded_stages_have_the_bits_of_their_own_outputs(gpt: GPT, kept: KVCacheDType) -> None:
     """Keys and values are returned either exactly or as the cache rounds them."""
@@ -122,6 +124,7 @@ def test_recorded_stages_have_the_bits_of_their_own_outputs(gpt: GPT, kept: KVCa
         assert torch.equal(stages[f"blocks.{layer}.attention.probs"], probs[:, layer])
 
 
+@few_families
 def test_chosen_positions_have_the_bits_of_all(gpt: GPT) -> None:
     output = Activations(stages=tuple(names(gpt)))
     every = recorded(gpt, ask(output))
@@ -130,6 +133,7 @@ def test_chosen_positions_have_the_bits_of_all(gpt: GPT) -> None:
         assert torch.equal(value, every[name][[0, 31, 32, 70]]), name
 
 
+@few_families
 def test_activations_in_more_steps_have_the_same_bits(
     gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +307,7 @@ def test_intervention_at_any_stage_matches_a_change_by_hand(exact: GPT, count: i
             check_close(value, wanted, f"{intervention}, at {stage}")
 
 
+@few_families
 def test_projecting_out_twice_equals_once(exact: GPT) -> None:
     gpt, stage = exact, "blocks.1.output"
     direction = np.arange(1, gpt.config.d_model + 1, dtype=np.float32)
@@ -331,6 +336,7 @@ def test_clamped_units_keep_their_bounds(dtype: torch.dtype) -> None:
     assert not torch.equal(after, before)
 
 
+@few_families
 def test_interventions_apply_in_order(gpt: GPT) -> None:
     stage = "blocks.1.output"
     one = np.ones((1, gpt.config.d_model), dtype=np.float32)
@@ -367,6 +373,7 @@ def test_all_outputs_are_those_of_the_changed_forward(gpt: GPT) -> None:
         )
 
 
+@few_families
 def test_generation_follows_the_changed_forward(exact: GPT) -> None:
     """Prompts, generated tokens, or both are changed. Each greedy token has the largest logit in a
     complete forward pass over the preceding text with the same changes."""
@@ -403,6 +410,7 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
             text.append(token)
 
 
+@few_families
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | None) -> None:
     """Only stages that are computed in the same way when changed are patched; they keep every bit.

@@ -65,9 +65,9 @@ def tune(base: Path, text: Path, tmp_path: Path) -> Tune:
             "threads": 1,
             "log_every": 2,
             "eval_every": 6,
-            "eval_batches": 1000,
+            "eval_batches": 1,
             "checkpoint_every": 6,
-            "sample_tokens": 2,
+            "sample_tokens": 1,
         }
         return TrainingConfig(**{**values, **given})
 
@@ -90,7 +90,7 @@ def held_out(text: Path, path: Path) -> Path:
 def test_run_begins_with_the_loss_of_its_base_and_lowers_it(
     tune: Tune, base: Path, text: Path, tmp_path: Path, lora: int | None, dtype: Any
 ) -> None:
-    result = train(tune(lora=lora, dtype=dtype))
+    result = train(tune(lora=lora, dtype=dtype, eval_batches=1000))
     losses = evaluations(result)
     found = text_loss(
         base, [str(held_out(text, tmp_path / "end.txt"))], batch_size=4, dtype=dtype, threads=1
@@ -170,7 +170,7 @@ def test_recipe_is_gentle_unless_given(tune: Tune) -> None:
 def test_stopped_and_resumed_run_has_the_bits_of_one_run(
     tune: Tune, tmp_path: Path, lora: int | None
 ) -> None:
-    given = {"lora": lora, "dropout": 0.1, "log_every": 1, "eval_batches": 1, "sample_tokens": 1}
+    given = {"lora": lora, "dropout": 0.1, "log_every": 1}
     train(tune(out=tmp_path / "straight", **given))
     one = tune(out=tmp_path / "broken", **given)
     assert _train_until(4, one).reason == "interrupted"
@@ -201,7 +201,7 @@ def test_state_and_checkpoint_have_only_adapters(tune: Tune, base: Path) -> None
 def test_merged_adapters_have_the_loss_of_the_run(
     tune: Tune, base: Path, text: Path, tmp_path: Path
 ) -> None:
-    result = train(tune(lora=4))
+    result = train(tune(lora=4, eval_batches=1000))
     info = merge(base, result.best, tmp_path / "merged", save_dtype="float32")
     found = text_loss(
         info.path, [str(held_out(text, tmp_path / "end.txt"))], dtype="float32", threads=1

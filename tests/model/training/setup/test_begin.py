@@ -145,9 +145,17 @@ def test_names_of_special_tokens_in_a_text_are_reported(
     assert (text.train.tokens.tolist().count(end) > 200) is special_ids
     info = read_checkpoint(config.out / "latest")
     assert info.special_ids is special_ids, "so it is evaluated in the same way"
-    divided = configure(data=(str(path),), steps=1, split_at="<|endoftext|>", out=tmp_path / "b")
-    assert "<|endoftext|>" not in notices(divided)
-    assert read_prepared(tmp_path / "b" / "data").record["documents"] == 300
+
+
+def test_names_at_which_a_text_is_split_are_not_reported(
+    configure: Configure, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text(story(300).replace("\n", "\n<|endoftext|>\n"))
+    config = configure(data=(str(path),), steps=1, split_at="<|endoftext|>")
+    assert "<|endoftext|>" not in notices(config)
+    assert config.out is not None
+    assert read_prepared(config.out / "data").record["documents"] == 300
 
 
 @pytest.mark.parametrize(("files", "reported"), [(15, True), (19, False)])
