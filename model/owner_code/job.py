@@ -1,93 +1,65 @@
 """Job: runs an owner's code once, to compute logits for random ids or to measure facts."""
 
-import json
-import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save_file
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from logitd.model.owner_code.connection import ROOT, CodeError, command, environment, last_lines
-from logitd.model.owner_code.process.__main__ import (
-    ANSWER,
-    FACTS,
-    PROBLEM,
-    REQUEST,
-    WEIGHTS,
-    Job,
-)
+from logitd.model.owner_code.connection import START_SECONDS, CodeProcess
+from logitd.model.owner_code.process.__main__ import WEIGHTS, Job
 from logitd.model.owner_code.process.build import Request
-
-TIMEOUT_SECONDS = 300.0
 
 
 def compare(
+    name: str,
     request: Request,
     weights: Mapping[str, Tensor],
     *,
     rows: int,
     length: int,
-    timeout: float = TIMEOUT_SECONDS,
-) -> dict[str, Tensor]:
-    """Compute logits for two sequences of `length` random ids below `rows`. The result has
-    `token_ids`, their `logits`, and `changed`, the logits after the last id of each sequence was
-    replaced. Raises CodeError; the caller must prefix its message with the name of the code."""
+    timeout: float = START_SECONDS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two sequences (2, T) of random ids below `rows`, their logits, and their logits after the
+    last id of each was replaced. `name` is the owner's code, for messages. Raises CodeError."""
     job = Job("compare", asdict(request), {"rows": rows, "length": length})
-    return load(_run(job, weights, ANSWER, timeout))
+    with _running(name, job, weights) as process:
+        header, payload = process.receive(timeout)
+        logits, changed = process.floats(payload, header.get("shape"))
+    return torch.tensor(header["token_ids"]), logits, changed
 
 
 def measure(
+    name: str,
     request: Request,
     weights: Mapping[str, Tensor],
     *,
     context: int | None,
     lens: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """Measure the facts of a model (`process/measure.py`). Raises CodeError, as `compare` does."""
+    """Measure the facts of a model (`process/measure.py`). `name` is the owner's code, for
+    messages. Raises CodeError."""
     job = Job("measure", asdict(request), {"context": context, "lens": lens})
-    facts: dict[str, Any] = json.loads(_run(job, weights, FACTS, TIMEOUT_SECONDS))
-    return facts
+    with _running(name, job, weights) as process:
+        return process.receive(START_SECONDS)[0]
 
 
-def _run(job: Job, weights: Mapping[str, Tensor], result: str, timeout: float) -> bytes:
-    """Run a job. Returns the contents of the file `result`, which the job must write. Raises
-    CodeError."""
+@contextmanager
+def _running(name: str, job: Job, weights: Mapping[str, Tensor]) -> Iterator[CodeProcess]:
     real = {
         name: tensor.clone().contiguous()
         for name, tensor in weights.items()
         if not tensor.is_complex()
     }
-    with tempfile.TemporaryDirectory(prefix="logitd-code-") as scratch:
-        folder = Path(scratch)
-        save_file(real, folder / WEIGHTS)
-        (folder / REQUEST).write_text(json.dumps(asdict(job)), encoding="utf-8")
-        try:
-            done = subprocess.run(
-                command(folder),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout,
-                check=False,
-                env=environment(),
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CodeError(
-                f" did not finish within {timeout:.0f} seconds; name only the model's class, so "
-                "that the other code in the file does not run"
-            ) from error
-        problem = folder / PROBLEM
-        if problem.is_file():
-            raise CodeError(f": {problem.read_text(encoding='utf-8')}")
-        if done.returncode or not (folder / result).is_file():
-            raise CodeError(
-                f" ended with status {done.returncode} and without a result: "
-                f"{last_lines(done.stderr)}"
-            )
-        return (folder / result).read_bytes()
+    scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
+    save_file(real, Path(scratch.name) / WEIGHTS)
+    process = CodeProcess(name, scratch, job)
+    try:
+        yield process
+    finally:
+        process.close()

@@ -1,4 +1,4 @@
-"""Program that runs an owner's model code: `python -m logitd.model.owner_code.process FOLDER [FD]`.
+"""Program that runs an owner's model code: `python -m logitd.model.owner_code.process FOLDER FD`.
 
 It runs the owner's file with the user's rights, but without network access. Apart from the standard
 library, it imports only its own modules, torch and safetensors. The owner's modules may have any
