@@ -22,7 +22,6 @@ from logitd.model.convert.layouts import (
     LITGPT,
     MATRICES,
     Layout,
-    group_by_group,
     read_sizes,
     read_weights,
     tie_if_equal,
@@ -165,4 +164,4 @@ def _layout(reader: StateDictReader, config: GPTConfig) -> Layout:
         inside["mlp_up"] = ("mlp.fc_1", "mlp.fc_2")
     if "transformer.h.0.attn.attn.weight" not in reader:
         return replace(LITGPT, inside=inside)
-    return replace(LITGPT, inside={**inside, "qkv": ("attn.attn",)}, rows=group_by_group)
+    return replace(LITGPT, inside={**inside, "qkv": ("attn.attn",)}, grouped=True)
