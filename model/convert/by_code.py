@@ -47,8 +47,13 @@ from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import read_regular, written_to
 from logitd.model.owner_code.config import CodeConfig, CodeConfigError
-from logitd.model.owner_code.connection import CodeError, request_to_repeat, write_sources
-from logitd.model.owner_code.job import compare, measure
+from logitd.model.owner_code.connection import (
+    CodeError,
+    compare,
+    measure,
+    request_to_repeat,
+    write_sources,
+)
 from logitd.model.owner_code.process.build import Request
 
 KIND = "its owner's code"

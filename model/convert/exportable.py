@@ -32,15 +32,6 @@ PRE_TOKENIZERS: Mapping[str, str] = {
 }
 """The names of llama.cpp's pre-tokenizers, by split pattern."""
 
-NAMES: Mapping[str, str] = {
-    "gpt2": "GPT-2",
-    "gpt_neox": "GPT-NeoX",
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-}
-"""Names of the architectures in messages."""
-
 GGUF_ENDS = 3
 """Maximum number of end tokens in a GGUF file: one each for the end of a text, a turn and a
 message."""
@@ -144,7 +135,7 @@ def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
     be exported to the others."""
     if found := hf_objections(config, tokenizer):
         return f"export: not possible with this model: {'; '.join(found)}"
-    folder = NAMES[folder_family_of(config, tokenizer.pattern)]
+    folder = folder_family_of(config, tokenizer.pattern)
     line = f"export: --to hf writes this model, as {folder}, and --to gguf "
     if not gguf_objections(config, tokenizer, None):
         return f"{line}too"

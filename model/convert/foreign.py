@@ -49,6 +49,7 @@ class ForeignTokenizer:
     chat_template  text of the chat template, if the template has the same meaning here
     end_known      True if the source names the token that ends a document; False if the token is a
                    guess
+    where          place of the vocabulary, for messages
     """
 
     tokenizer: Tokenizer
@@ -56,6 +57,7 @@ class ForeignTokenizer:
     notes: Sequence[str] = ()
     chat_template: str | None = None
     end_known: bool = False
+    where: str = ""
 
     @property
     def source_ids(self) -> Sequence[int]:

@@ -1,6 +1,7 @@
 """Connection: starts the process that runs an owner's code, and exchanges frames with it.
 
-The process has no network access (`process/network.py`) and no environment variables whose names
+For an import, the process runs once, to compute logits for random ids or to measure facts. The
+process has no network access (`process/network.py`) and no environment variables whose names
 begin with LOGITD_. A `CodeModel` gives it the verified source files in a temporary folder, and the
 verified weight file as an open file descriptor. If this process ends, hangs or breaks the protocol,
 the request fails, and the next request starts the process again.
@@ -13,20 +14,21 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from logitd.model.owner_code.config import CodeConfig
-from logitd.model.owner_code.process.__main__ import REQUEST, Job
+from logitd.model.owner_code.process.__main__ import REQUEST, WEIGHTS, Job
 from logitd.model.owner_code.process.build import Request
-from logitd.model.owner_code.process.wire import Wire, floats
+from logitd.model.owner_code.process.wire import Wire
 
 MODULE = "logitd.model.owner_code.process"
 ROOT = Path(__file__).parents[3]
@@ -119,12 +121,12 @@ class CodeProcess:
         except OSError as error:
             raise self.ended() from error
 
-    def receive(self, seconds: float) -> tuple[dict[str, Any], bytearray]:
+    def receive(self, seconds: float) -> tuple[dict[str, Any], Tensor]:
         """The next frame. Raises CodeError if the owner's code has failed, if the process has ended
         or broken the protocol, or, after the process was killed, if it took longer than
         `seconds`."""
         try:
-            header, payload = self._wire.receive(seconds)
+            header, array = self._wire.receive(seconds)
         except TimeoutError as error:
             self.close()
             raise CodeError(
@@ -135,13 +137,7 @@ class CodeProcess:
             raise self.ended() from error
         if "error" in header:
             raise CodeError(f"{self._name}: {header['error']}")
-        return header, payload
-
-    def floats(self, payload: bytearray, shape: Any) -> Tensor:
-        try:
-            return floats(payload, shape)
-        except (TypeError, ValueError) as error:
-            raise self.ended() from error
+        return header, array
 
     def empty_stderr(self) -> None:
         """Empty the file with the process's stderr if it is large."""
@@ -169,6 +165,54 @@ class CodeProcess:
         return CodeError(
             f"the process of {self._name} ended with status {status}{lines and ': '}{lines}"
         )
+
+
+def compare(
+    name: str,
+    request: Request,
+    weights: Mapping[str, Tensor],
+    *,
+    rows: int,
+    length: int,
+    timeout: float = START_SECONDS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two sequences (2, T) of random ids below `rows`, their logits, and their logits after the
+    last id of each was replaced. `name` is the owner's code, for messages. Raises CodeError."""
+    job = Job("compare", asdict(request), {"rows": rows, "length": length})
+    with _running_job(name, job, weights) as process:
+        header, (logits, changed) = process.receive(timeout)
+    return torch.tensor(header["token_ids"]), logits, changed
+
+
+def measure(
+    name: str,
+    request: Request,
+    weights: Mapping[str, Tensor],
+    *,
+    context: int | None,
+    lens: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Measure the facts of a model (`process/measure.py`). `name` is the owner's code, for
+    messages. Raises CodeError."""
+    job = Job("measure", asdict(request), {"context": context, "lens": lens})
+    with _running_job(name, job, weights) as process:
+        return process.receive(START_SECONDS)[0]
+
+
+@contextmanager
+def _running_job(name: str, job: Job, weights: Mapping[str, Tensor]) -> Iterator[CodeProcess]:
+    real = {
+        name: tensor.clone().contiguous()
+        for name, tensor in weights.items()
+        if not tensor.is_complex()
+    }
+    scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
+    save_file(real, Path(scratch.name) / WEIGHTS)
+    process = CodeProcess(name, scratch, job)
+    try:
+        yield process
+    finally:
+        process.close()
 
 
 @dataclass
@@ -244,7 +288,7 @@ class CodeModel:
         """Logits (P, V) that the final norm and the head compute from a stream (P, d). Raises
         CodeError."""
         process = self.start()
-        process.send({"lens": list(stream.shape)}, stream)
+        process.send({"lens": True}, stream)
         return self._logits(process, lambda name, value: value)
 
     def close(self) -> None:
@@ -267,10 +311,9 @@ class CodeModel:
 
     def _logits(self, process: CodeProcess, visit: Visit) -> Tensor:
         while True:
-            header, payload = process.receive(self.seconds)
+            header, value = process.receive(self.seconds)
             if "stage" not in header:
-                return process.floats(payload, header.get("logits"))
-            value = process.floats(payload, header.get("shape"))
+                return value
             changed = visit(header["stage"], value)
             if changed is value:
                 process.send({"changed": False})

@@ -18,8 +18,7 @@ from logitd.model.convert.by_role.objective import LogitsObjective
 from logitd.model.convert.by_role.questions import Findings, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.owner_code.connection import START_SECONDS, CodeError
-from logitd.model.owner_code.job import compare
+from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24

@@ -43,6 +43,7 @@ WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
 expresses it."""
 NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"
+WITHOUT_ROTARY: Mapping[str, Any] = {"rotary_layout": "half", "rope_theta": 1e4}
 UNUSED = "not used"
 
 
@@ -100,18 +101,20 @@ def without_unused(findings: Findings) -> dict[str, Finding]:
     rotary."""
     if "rotary" in findings["positions"].values:
         return dict(findings)
-    unused = {"rotary_layout": Finding(("half",), UNUSED), "rope_theta": Finding((1e4,), UNUSED)}
+    unused = {name: Finding((value,), UNUSED) for name, value in WITHOUT_ROTARY.items()}
     return {**findings, **unused}
+
+
+def unused(how: Computation) -> dict[str, Any]:
+    """The fields that this computation does not use, with fixed values."""
+    without_norms = {"qk_norm_eps": how.norm_eps} if how.qk_norm == "none" else {}
+    return without_norms | (WITHOUT_ROTARY if how.positions != "rotary" else {})
 
 
 def canonical(how: Computation) -> Computation:
     """The same computation, with unused fields set to fixed values so that equivalent computations
     compare equal."""
-    if how.positions != "rotary":
-        how = replace(how, rotary_layout="half", rope_theta=1e4)
-    if how.qk_norm == "none":
-        how = replace(how, qk_norm_eps=how.norm_eps)
-    return how
+    return replace(how, **unused(how))
 
 
 def setting(settings: Settings, field: str) -> tuple[Any, str]:
@@ -298,14 +301,13 @@ class _File:
         said = self.said("activation", lambda value: isinstance(value, str))
         if said is None:
             return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
-        known = {key: value for key, value in words.ACTIVATIONS.items() if value != "swiglu"}
-        if (name := said.values[0].lower()) not in known:
+        if (name := said.values[0].lower()) not in words.ACTIVATIONS:
             raise ConvertError(
                 f"{self.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}, which "
                 "is not supported in a feed-forward without a gate; the supported activations are "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(words.ACTIVATIONS))}"
             )
-        return Finding((known[name],), said.origin)
+        return Finding((words.ACTIVATIONS[name],), said.origin)
 
     def score_scale(self) -> Finding:
         if self.tensors.map.name("qkv").endswith("in_proj_weight"):

@@ -33,6 +33,7 @@ from logitd.model.convert.by_role.questions import (
     find,
     is_number,
     setting,
+    unused,
 )
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
@@ -283,8 +284,7 @@ def _number_lines(
     yield _line("d_ff", config.d_ff, "columns of the feed-forward's second matrix")
     yield _line("tied_head", str(config.tied_head), head)
     how = resolution.computation
-    hidden = set() if how.positions == "rotary" else {"rotary_layout", "rope_theta"}
-    hidden |= {"qk_norm_eps"} if how.qk_norm == "none" else set()
+    hidden = unused(how)
     for name, origin in resolution.origins.items():
         if name not in hidden and origin != UNUSED:
             yield _line(name, getattr(how, name), origin)

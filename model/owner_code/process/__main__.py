@@ -77,8 +77,7 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire) -> None:
     match job.kind:
         case "compare":
             token_ids, *logits = compare(caller, options["rows"], options["length"])
-            both = torch.stack(logits)
-            wire.send({"token_ids": token_ids.tolist(), "shape": list(both.shape)}, both)
+            wire.send({"token_ids": token_ids.tolist()}, torch.stack(logits))
         case "measure":
             facts = measure(caller, Path(request.file), **options)
             wire.send(facts | {"chosen": built.attempt.chosen})

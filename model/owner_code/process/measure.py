@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitd.model.owner_code.process.call import Caller, random_ids, with_other_last_id
+from logitd.model.owner_code.process.call import (
+    STATE_METHOD,
+    Caller,
+    random_ids,
+    with_other_last_id,
+    with_state,
+)
 from logitd.model.owner_code.process.define import PARENTS
 from logitd.model.owner_code.process.hooks import INPUT, visiting
 from logitd.model.owner_code.process.problem import Problem
-from logitd.model.owner_code.process.state import STATE_METHOD, with_state
 
 LONGEST_TRIED = 4096
 """Length of the longest sequence to try if the context length is unknown."""
