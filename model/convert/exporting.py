@@ -15,7 +15,7 @@ from safetensors import safe_open
 from logitd.model.checkpoint.checkpoint import WEIGHTS, CheckpointError, read_checkpoint
 from logitd.model.checkpoint.load import load_weights
 from logitd.model.convert.exportable import gguf_objections, hf_objections, require
-from logitd.model.convert.family import family_of, folder_family_of
+from logitd.model.convert.family import family_of
 from logitd.model.convert.family import objections as shape_objections
 from logitd.model.convert.gguf_file import write_gguf
 from logitd.model.convert.hf.export import write_folder
@@ -51,7 +51,7 @@ def export_model(
         require(
             hf_objections(info.config, info.tokenizer), f"; the model cannot be exported{again}"
         )
-        family = folder_family_of(info.config, info.tokenizer.pattern)
+        family = family_of(info.config, info.tokenizer.pattern)
     else:
         require(gguf_objections(info.config, info.tokenizer, pre), again)
         family = family_of(info.config)

@@ -61,7 +61,7 @@ def read_litgpt(folder: Path) -> ForeignModel:
     settings = Settings(where, values)
     for name, neutral in NEUTRAL.items():
         settings.reject_unless(name, neutral, "not supported here")
-    loaded = read_pt(path, keep='{"model": state_dict}')
+    loaded = read_pt(path)
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
     reader = StateDictReader(str(path), named_tensors(str(path), state))
     reader.require_layers(settings.integer(LITGPT.sizes["n_layer"]))

@@ -79,17 +79,17 @@ def find(
 
 
 def check_rotary_width(
-    where: str, ignored: Mapping[str, Tensor], findings: Findings, queries: int
+    tensors: MappedTensors, ignored: Mapping[str, Tensor], findings: Findings
 ) -> None:
     """Raise ConvertError if there are several heads, but a rotary table is as wide as all of them
     together."""
-    heads = findings["n_head"]
+    heads, queries = findings["n_head"], query_rows(tensors)[0]
     if not heads.resolved or heads.values[0] == 1 or "rotary" not in findings["positions"].values:
         return
     for table in rotary_tables(ignored):
         if table.width == queries:
             raise ConvertError(
-                f"{where}: {table.name} rotates {queries} channels, but there are "
+                f"{tensors.where}: {table.name} rotates {queries} channels, but there are "
                 f"{heads.values[0]} heads of {queries // heads.values[0]} channels "
                 f"({heads.origin}): the source uses {WHOLE_WIDTH}, which a GPTConfig cannot "
                 "express. Serve the owner's class with --code FILE:NAME --run-code"
@@ -108,7 +108,7 @@ def without_unused(findings: Findings) -> dict[str, Finding]:
 def unused(how: Computation) -> dict[str, Any]:
     """The fields that this computation does not use, with fixed values."""
     without_norms = {"qk_norm_eps": how.norm_eps} if how.qk_norm == "none" else {}
-    return without_norms | (WITHOUT_ROTARY if how.positions != "rotary" else {})
+    return {**without_norms, **(WITHOUT_ROTARY if how.positions != "rotary" else {})}
 
 
 def canonical(how: Computation) -> Computation:

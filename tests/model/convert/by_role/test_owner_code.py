@@ -67,7 +67,7 @@ def test_owner_code_answers_all_questions(write: Write) -> None:
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)
-    options = RoleOptions(code=f"{code.file}:{code.expression}")
+    options = RoleOptions(code=code)
     read = read_by_role(recognize_file(state_file(model), options))
     assert read.config.activation == "gelu_tanh"
     assert (read.config.n_head, read.config.final_norm) == (4, True)
