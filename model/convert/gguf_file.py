@@ -72,6 +72,7 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
     writer.add_file_type(file_type)
     for name, tensor in weights.items():
         stored_name = names.get_name(name, (".weight", ".bias"))
+        assert stored_name is not None, f"the package gguf has no name for {name}"
         matrix = tensor.dim() == 2 and not stored_name.startswith("position_embd")
         stored = kind if matrix else kinds.F32
         values = gguf.quants.quantize(tensor.float().numpy(), stored)
