@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.synthetic import RANDOM, synthetic_tokenizer
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.model.convert.family import folder_family_of
+from logitd.model.convert.family import family_of
 from logitd.model.convert.hf.export import write_folder
 from logitd.model.text.tokenizer import SPLIT_PATTERN
 from logitd.model.transformer.gpt import GPT
@@ -25,6 +25,6 @@ def write_huggingface(folder: Path, gpt: GPT) -> None:
         training=RANDOM,
         files={},
     )
-    family = folder_family_of(gpt.config, SPLIT_PATTERN)
+    family = family_of(gpt.config, SPLIT_PATTERN)
     folder.mkdir()
     write_folder(folder, info, gpt, family, log=lambda line: None)

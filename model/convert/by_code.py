@@ -10,7 +10,7 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,13 @@ from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import read_regular, written_to
 from logitd.model.owner_code.config import CodeConfig, CodeConfigError
-from logitd.model.owner_code.connection import CodeError, write_sources
-from logitd.model.owner_code.job import compare, measure
+from logitd.model.owner_code.connection import (
+    CodeError,
+    compare,
+    measure,
+    request_to_repeat,
+    write_sources,
+)
 from logitd.model.owner_code.process.build import Request
 
 KIND = "its owner's code"
@@ -165,9 +170,10 @@ def _measured(file: StateFile, request: Request, options: CodeOptions) -> dict[s
     if context in (None, CONTEXT_IF_UNKNOWN):  # no table of positions, and no known kind of GPT
         context = count_or_zero(setting(file.settings, "context_length")[0]) or None
     try:
-        return measure(request, file.tensors, context=context, lens=options.lens)
+        name = str(options.code)
+        return measure(name, request, file.tensors, context=context, lens=options.lens)
     except CodeError as error:
-        raise ConvertError(f"{options.code}{error}") from error
+        raise ConvertError(str(error)) from error
 
 
 def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions) -> None:
@@ -199,18 +205,14 @@ def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: St
     keeps."""
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as folder:
         write_sources(Path(folder), sources)
-        request = Request(
-            file=str(Path(folder) / config.file),
-            expression=config.expression,
-            call=config.call,
-            chosen=asdict(config.values),
-        )
+        request = request_to_repeat(config, Path(folder))
         try:
-            compare(request, file.tensors, rows=config.rows, length=min(2, config.context_length))
+            length = min(2, config.context_length)
+            compare(config.code, request, file.tensors, rows=config.rows, length=length)
         except CodeError as error:
             raise ConvertError(
-                f"{config.code} was run without the other files of its folder and failed: "
-                f"{str(error).removeprefix(':').strip()}. A checkpoint keeps only the source files "
+                f"without the other files of its folder, {error}. A checkpoint keeps only the "
+                "source files "
                 f"({', '.join(sources)}): put the values that the code reads from other files into "
                 "the code"
             ) from error

@@ -7,13 +7,7 @@ trained. `require` raises one error with all objections.
 
 from collections.abc import Mapping, Sequence
 
-from logitd.model.convert.family import (
-    GPT2,
-    GPT_NEOX,
-    family_of,
-    folder_family_of,
-    folder_objections,
-)
+from logitd.model.convert.family import GPT2, GPT_NEOX, family_of
 from logitd.model.convert.family import objections as shape_objections
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.dialect import to_oniguruma
@@ -32,15 +26,6 @@ PRE_TOKENIZERS: Mapping[str, str] = {
 }
 """The names of llama.cpp's pre-tokenizers, by split pattern."""
 
-NAMES: Mapping[str, str] = {
-    "gpt2": "GPT-2",
-    "gpt_neox": "GPT-NeoX",
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-}
-"""Names of the architectures in messages."""
-
 GGUF_ENDS = 3
 """Maximum number of end tokens in a GGUF file: one each for the end of a text, a turn and a
 message."""
@@ -50,7 +35,7 @@ HF_INSTEAD = "export it with --to hf"
 
 def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
     """Everything that prevents an export to a Hugging Face folder."""
-    found = [str(each) for each in folder_objections(config, tokenizer.pattern)]
+    found = [str(each) for each in shape_objections(config, tokenizer.pattern)]
     if not tokenizer.has_text:
         return found
     named = tokenizer.special_tokens | tokenizer.added_tokens
@@ -144,7 +129,7 @@ def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
     be exported to the others."""
     if found := hf_objections(config, tokenizer):
         return f"export: not possible with this model: {'; '.join(found)}"
-    folder = NAMES[folder_family_of(config, tokenizer.pattern)]
+    folder = family_of(config, tokenizer.pattern)
     line = f"export: --to hf writes this model, as {folder}, and --to gguf "
     if not gguf_objections(config, tokenizer, None):
         return f"{line}too"

@@ -5,9 +5,7 @@ chooses the architecture, `exportable.py` lists everything that prevents an expo
 `hf/export.py` and `gguf_file.py` write the formats.
 """
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -17,12 +15,12 @@ from safetensors import safe_open
 from logitd.model.checkpoint.checkpoint import WEIGHTS, CheckpointError, read_checkpoint
 from logitd.model.checkpoint.load import load_weights
 from logitd.model.convert.exportable import gguf_objections, hf_objections, require
-from logitd.model.convert.family import family_of, folder_family_of
+from logitd.model.convert.family import family_of
 from logitd.model.convert.family import objections as shape_objections
 from logitd.model.convert.gguf_file import write_gguf
 from logitd.model.convert.hf.export import write_folder
 from logitd.model.dtypes import DTypeName
-from logitd.model.files import folder_aside, require_regular, share_files, written_to
+from logitd.model.files import atomic_folder, require_regular, whole_file, written_to
 
 TO = Literal["hf", "gguf"]
 
@@ -53,30 +51,20 @@ def export_model(
         require(
             hf_objections(info.config, info.tokenizer), f"; the model cannot be exported{again}"
         )
-        family = folder_family_of(info.config, info.tokenizer.pattern)
+        family = family_of(info.config, info.tokenizer.pattern)
     else:
         require(gguf_objections(info.config, info.tokenizer, pre), again)
         family = family_of(info.config)
     stored = _stored_dtype(info.path) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)
-    with written_to(destination), _aside(destination) as aside:
-        written = aside if to == "hf" else aside / "model.gguf"
+    with written_to(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
         if to == "hf":
-            write_folder(written, info, gpt, family, log)
+            with atomic_folder(destination) as folder:
+                write_folder(folder, info, gpt, family, log)
         else:
-            write_gguf(written, info, gpt, family, pre)
-        share_files(aside)
-        written.rename(destination)
-
-
-@contextmanager
-def _aside(destination: Path) -> Iterator[Path]:
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder_aside(destination)
-    try:
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            with whole_file(destination) as file:
+                write_gguf(Path(file.name), info, gpt, family, pre)
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:

@@ -44,43 +44,28 @@ class Objection:
         return f"{self.key} is {self.value!r}: {self.reason}"
 
 
-def objections(config: GPTConfig) -> list[Objection]:
-    """All keys whose values prevent the export, because no architecture supports them."""
+def objections(config: GPTConfig, pattern: str | None = None) -> list[Objection]:
+    """All keys whose values prevent the export, because no architecture supports them. A Hugging
+    Face folder also depends on the split pattern of the vocabulary; None means another format."""
     found = _broken(config, _of_any(config))
     if config.norm == "layernorm":
         return found + _broken(config, _of_gpt(config))
     found += _broken(config, _of_llama(config))
-    if not config.qk_norm and not _is_qwen2(config):
+    if not config.qk_norm and not _is_qwen2(config, pattern):
         found += _broken(config, _of_shared_width(config))
     return found
 
 
-def family_of(config: GPTConfig) -> str:
-    """Name of the equivalent architecture. Raises ConvertError, which lists all objections, if
-    there is none."""
-    _require(objections(config))
+def family_of(config: GPTConfig, pattern: str | None = None) -> str:
+    """Name of the equivalent architecture (see `objections` for `pattern`). Raises ConvertError,
+    which lists all objections, if there is none."""
+    if found := objections(config, pattern):
+        raise ConvertError(f"{_listed(found)}; the model cannot be exported")
     if config.norm == "layernorm":
         return GPT_NEOX if config.positions == "rotary" else GPT2
     if config.qk_norm:
         return QWEN3
-    return QWEN2 if _is_qwen2(config) else LLAMA
-
-
-def folder_family_of(config: GPTConfig, pattern: str) -> str:
-    """Name of the architecture of an exported Hugging Face folder. It depends on the split pattern
-    of the vocabulary."""
-    _require(folder_objections(config, pattern))
-    family = family_of(config)
-    return LLAMA if family == QWEN2 and pattern != QWEN2_PATTERN else family
-
-
-def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
-    """All keys whose values prevent an export to a Hugging Face folder if the vocabulary has this
-    split pattern."""
-    found = objections(config)
-    if not found and family_of(config) == QWEN2 and pattern != QWEN2_PATTERN:
-        found = _broken(config, _of_shared_width(config))
-    return found
+    return QWEN2 if _is_qwen2(config, pattern) else LLAMA
 
 
 def nearest(config: GPTConfig) -> GPTConfig:
@@ -170,13 +155,8 @@ def _of_shared_width(config: GPTConfig) -> Iterable[_Rule]:
     return ((config.d_model % config.n_head != 0, "n_head", reason, None),)
 
 
-def _is_qwen2(config: GPTConfig) -> bool:
-    return config.qkv_bias and not config.bias
-
-
-def _require(found: Sequence[Objection]) -> None:
-    if found:
-        raise ConvertError(f"{_listed(found)}; the model cannot be exported")
+def _is_qwen2(config: GPTConfig, pattern: str | None) -> bool:
+    return config.qkv_bias and not config.bias and pattern in (None, QWEN2_PATTERN)
 
 
 def _listed(found: Sequence[Objection]) -> str:

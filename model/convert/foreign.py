@@ -6,6 +6,7 @@ or has a wrong shape or dtype. `Settings` raises an error if a key is missing or
 """
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class ForeignTokenizer:
     chat_template  text of the chat template, if the template has the same meaning here
     end_known      True if the source names the token that ends a document; False if the token is a
                    guess
+    where          place of the vocabulary, for messages
     """
 
     tokenizer: Tokenizer
@@ -55,6 +57,7 @@ class ForeignTokenizer:
     notes: Sequence[str] = ()
     chat_template: str | None = None
     end_known: bool = False
+    where: str = ""
 
     @property
     def source_ids(self) -> Sequence[int]:
@@ -202,35 +205,25 @@ class Settings:
         """The value of the first of these keys that is present and not null. Raises ConvertError
         unless it is a positive integer."""
         value = self._first(names, default)
-        if type(value) is not int or value < 1:
-            raise ConvertError(
-                f"{self._where}: {names[0]} is {value!r}; expected a positive integer"
-            )
-        return value
+        known = type(value) is int and value > 0
+        return int(self._checked(names[0], value, known, "a positive integer"))
 
     def count(self, name: str, default: int) -> int:
         """The value of a key, or the default. Raises ConvertError unless it is a nonnegative
         integer."""
         value = self._first((name,), default)
-        if type(value) is not int or value < 0:
-            raise ConvertError(f"{self._where}: {name} is {value!r}; expected an integer from 0 on")
-        return value
+        known = type(value) is int and value >= 0
+        return int(self._checked(name, value, known, "an integer from 0 on"))
 
     def number(self, name: str, default: float | None = None) -> float:
         """The value of a key, or the default. Raises ConvertError unless it is a finite number."""
         value = self._first((name,), default)
-        try:
-            if type(value) in (int, float) and math.isfinite(value):
-                return float(value)
-        except OverflowError:
-            value = "too large for a number"
-        raise ConvertError(f"{self._where}: {name} is {value!r}; expected a finite number")
+        known = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        return float(self._checked(name, value, known, "a finite number"))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._first((name,), default)
-        if not isinstance(value, bool):
-            raise ConvertError(f"{self._where}: {name} is {value!r}; expected true or false")
-        return value
+        return bool(self._checked(name, value, isinstance(value, bool), "true or false"))
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._first((name,), default, needed=False)
@@ -249,8 +242,7 @@ class Settings:
         """The object under a key; empty if the key is missing. Raises ConvertError if it is not an
         object."""
         value = self.get(name, {})
-        if not isinstance(value, dict):
-            raise ConvertError(f"{self._where}: {name} is {value!r}; expected an object")
+        value = self._checked(name, value, isinstance(value, dict), "an object")
         return Settings(f"{name} of {self._where}", value)
 
     def reject_unless(self, name: str, neutral: Sequence[Any], reason: str) -> None:
@@ -262,6 +254,11 @@ class Settings:
     def unread(self) -> dict[str, Any]:
         """The values of the keys that were not read."""
         return {name: value for name, value in self._values.items() if name not in self._read}
+
+    def _checked(self, name: str, value: Any, known: bool, expected: str) -> Any:
+        if not known:
+            raise ConvertError(f"{self._where}: {name} is {value!r:.100}; expected {expected}")
+        return value
 
     def _first(self, names: Sequence[str], default: Any, *, needed: bool = True) -> Any:
         self._read.update(names)

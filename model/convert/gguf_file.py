@@ -10,6 +10,7 @@ differently. `exportable.py` lists everything else that is refused. To quantize 
 """
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,13 @@ import torch
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.convert.exportable import PRE_TOKENIZERS
-from logitd.model.convert.family import GPT2, LLAMA, QWEN2, QWEN3
+from logitd.model.convert.family import GPT2, LLAMA
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.hf.export import biased_parts
+from logitd.model.convert.hf.export import FAMILIES, biased_parts
 from logitd.model.convert.hf.merges import merges_of, written
-from logitd.model.convert.layouts import GGUF_GPT2, GGUF_LLAMA, GGUF_QWEN, write_weights
+from logitd.model.convert.layouts import evens_first, write_weights
 from logitd.model.extras import installation
 from logitd.model.transformer.gpt import GPT
-
-LAYOUTS = {GPT2: GGUF_GPT2, LLAMA: GGUF_LLAMA, QWEN2: GGUF_QWEN, QWEN3: GGUF_QWEN}
 
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
@@ -39,7 +38,13 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
             f"writing GGUF needs the package gguf, which is not installed: {installation('gguf')}"
         ) from error
     config = info.config
-    weights = write_weights(gpt, LAYOUTS[family], biased=biased_parts(config, family))
+    # Hugging Face's names, which the package translates. llama.cpp's "llama" rotates adjacent
+    # channels, and no matrix is stored (in, out).
+    channels = evens_first if family == LLAMA else None
+    layout = replace(FAMILIES[family][1], transposed=False, channels=channels)
+    weights = write_weights(gpt, layout, biased=biased_parts(config, family))
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(arch, config.n_layer)
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_name(info.name)
     writer.add_context_length(config.context_length)
@@ -66,10 +71,12 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
     }[next(iter(weights.values())).dtype]
     writer.add_file_type(file_type)
     for name, tensor in weights.items():
-        matrix = tensor.dim() == 2 and not name.startswith("position_embd")
+        stored_name = names.get_name(name, (".weight", ".bias"))
+        assert stored_name is not None, f"the package gguf has no name for {name}"
+        matrix = tensor.dim() == 2 and not stored_name.startswith("position_embd")
         stored = kind if matrix else kinds.F32
         values = gguf.quants.quantize(tensor.float().numpy(), stored)
-        writer.add_tensor(name, values, raw_dtype=stored)
+        writer.add_tensor(stored_name, values, raw_dtype=stored)
     with closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -5,9 +5,9 @@ reading (`read_weights`, `read_sizes`) and writing (`write_weights`, `write_size
 `nanogpt.py` and `litgpt.py` read the other keys of configurations.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,16 @@ MATRICES = ("attention_out", "mlp_up", "mlp_down")
 LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_up", "mlp_down")
 """The modules of a layer, except the norms of query and key."""
 
-Rows = Mapping[str, Tensor]
-"""Orders of rows, by the names of the modules whose rows are ordered differently in the other
-program. Element i of a tensor is the index, in the other program, of the row that has index i in
-this project."""
+
+class Heads(Protocol):
+    """A shape with attention heads."""
+
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_kv_head(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,8 @@ class Layout:
     transposed  True if the matrices of the layers are stored (in, out)
     skipped     number of unused rows at the start of a table, by module
     bare        norms that have no weights there; here, all their weights are 1
-    rows        the order of the rows, if it differs
+    channels    the order of the channels in a head of queries or keys, if it differs
+    grouped     True if the rows of query, key and value are stored group by group
     sizes       the other program's keys by field of GPTConfig, alternatives separated by spaces
     eps         the other program's key for the norms' eps, and the default value of eps
     """
@@ -54,7 +61,8 @@ class Layout:
     transposed: bool = False
     skipped: Mapping[str, int] = field(default_factory=dict)
     bare: frozenset[str] = frozenset()
-    rows: Callable[[GPTConfig], Rows] = lambda config: {}
+    channels: Callable[[GPTConfig], list[int]] | None = None
+    grouped: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
     eps: tuple[str, float] | None = None
 
@@ -66,6 +74,17 @@ class Layout:
         _, number, part = module.split(".")
         layer = prefix + self.layer.replace("{N}", number)
         return [f"{layer}{name}" for name in self.inside[part]]
+
+    def rows(self, config: GPTConfig) -> dict[str, Tensor]:
+        """The orders of rows, by the names of the modules whose rows are ordered differently in the
+        other program. Element i of a tensor is the index, in the other program, of the row that has
+        index i in this project."""
+        if self.channels is None:
+            return {}
+        channels = self.channels(config)
+        norm = torch.tensor(channels)
+        qkv = source_rows(config, channels, grouped=self.grouped)
+        return {"qkv": qkv, "query_norm": norm, "key_norm": norm}
 
     def is_transposed(self, module: str, tensor_dims: int) -> bool:
         return self.transposed and tensor_dims == 2 and module.startswith("blocks.")
@@ -217,61 +236,44 @@ def _sizes(config: GPTConfig, part: str, rows: int, count: int) -> list[int]:
     return [rows // count] * count
 
 
-def head_by_head(config: GPTConfig) -> Rows:
-    """GPT-NeoX's order of the rows: head by head, each with its query, key and value. In a head,
-    the rotated channels come first."""
-    rows = torch.arange(config.qkv_width).view(config.n_head, 3, config.head_dim)
-    order = half_split(config)
-    query, key, value = rows.unbind(dim=1)
-    return {"qkv": torch.cat((query[:, order], key[:, order], value)).flatten()}
+def source_rows(heads: Heads, channels: Sequence[int], *, grouped: bool = False) -> Tensor:
+    """For each row of query, key and value here, its index in the other program. There, the rows
+    are in the order all queries, all keys, all values; or, if `grouped`, group by group, each with
+    its queries, key and value. `channels` has the index there of each channel of a head of queries
+    or keys."""
+    n_kv_head, head_dim = heads.n_kv_head, heads.head_dim
+    rows = torch.arange((heads.n_head + 2 * n_kv_head) * head_dim).view(-1, head_dim)
+    if grouped:
+        per_group = heads.n_head // n_kv_head
+        groups = rows.view(n_kv_head, per_group + 2, head_dim)
+        parts = groups.split([per_group, 1, 1], dim=1)
+        rows = torch.cat([part.flatten(0, 1) for part in parts])
+    turned = heads.n_head + n_kv_head
+    return torch.cat((rows[:turned, list(channels)], rows[turned:])).flatten()
 
 
-def turning_first(config: GPTConfig) -> Rows:
-    """LitGPT's order of the rows: all queries, all keys, all values. In a head, the rotated
-    channels come first."""
-    rows = torch.arange(config.qkv_width).view(-1, config.head_dim)  # (H + 2K, D)
-    order, turned = half_split(config), config.n_head + config.n_kv_head
-    norm = torch.tensor(order)
-    qkv = torch.cat((rows[:turned, order], rows[turned:])).flatten()
-    return {"qkv": qkv, "query_norm": norm, "key_norm": norm}
-
-
-def group_by_group(config: GPTConfig) -> Rows:
-    """The order of the rows in LitGPT before 0.5: group by group, each with its queries, key and
-    value."""
-    per_group = config.n_head // config.n_kv_head
-    rows = torch.arange(config.qkv_width).view(config.n_kv_head, per_group + 2, config.head_dim)
-    apart = torch.cat([part.flatten() for part in rows.split([per_group, 1, 1], dim=1)])
-    turning = turning_first(config)
-    return {**turning, "qkv": apart[turning["qkv"]]}
-
-
-def neighbors_turn(config: GPTConfig) -> Rows:
-    """The order of the rows in llama2.c and in llama.cpp's "llama": channels 2i and 2i + 1 of a
-    head are rotated together."""
-    rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
-    turned = config.n_head + config.n_kv_head
-    pairs = rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
-    return {"qkv": torch.cat((pairs[:turned], rows[turned:])).flatten()}
-
-
-def backwards(config: GPTConfig) -> Rows:
-    """nanochat's order of the rows. nanochat rotates pairs of channels backward. This is the same
-    as rotating forward after the two halves of each head are exchanged."""
-    rows = torch.arange(config.qkv_width).view(-1, 2, config.head_dim // 2)
-    turned = config.n_head + config.n_kv_head
-    return {"qkv": torch.cat((rows[:turned].flip(1), rows[turned:])).flatten()}
-
-
-def half_split(config: GPTConfig) -> list[int]:
-    """For each channel of a head here, its index in the other program. There, the `rotary_dim`
-    rotated channels come first, then the other channels. Here, the first halves of both groups come
-    first, then the second halves."""
+def turning_first(config: GPTConfig) -> list[int]:
+    """The order of the channels in GPT-NeoX and LitGPT: in a head, the `rotary_dim` rotated
+    channels come first, then the other channels. Here, the first halves of both groups come first,
+    then the second halves."""
     turning = config.rotary_dim // 2
     resting = (config.head_dim - config.rotary_dim) // 2
     ends = config.rotary_dim + resting
     first = [*range(turning), *range(config.rotary_dim, ends)]
     return [*first, *range(turning, config.rotary_dim), *range(ends, config.head_dim)]
+
+
+def evens_first(heads: Heads) -> list[int]:
+    """The order of the channels if channels 2i and 2i + 1 of a head are rotated together, as in
+    llama2.c and in llama.cpp's "llama": 0, 2, 4, ..., 1, 3, 5, ...."""
+    return [*range(0, heads.head_dim, 2), *range(1, heads.head_dim, 2)]
+
+
+def backwards(config: GPTConfig) -> list[int]:
+    """nanochat's order of the channels. nanochat rotates pairs of channels backward. This is the
+    same as rotating forward after the two halves of each head are exchanged."""
+    half = config.head_dim // 2
+    return [*range(half, config.head_dim), *range(half)]
 
 
 def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
@@ -337,14 +339,14 @@ LLAMA2C = Layout(
     ),
     layer=LLAMA.layer,
     heads=("output",),
-    rows=neighbors_turn,
+    channels=evens_first,
 )
 NANOCHAT = replace(
     LLAMA,
     outside={EMBEDDING: "embed_tokens"},
     inside={**LLAMA.inside, "mlp_up": ("mlp.fc1",), "mlp_down": ("mlp.fc2",)},
     bare=frozenset((*NORMS, "embedding_norm", "query_norm", "key_norm")),
-    rows=backwards,
+    channels=backwards,
 )
 NEOX = Layout(
     outside={EMBEDDING: "embed_in", "final_norm": "final_layer_norm"},
@@ -359,7 +361,8 @@ NEOX = Layout(
     layer="layers.{N}.",
     prefixes=("", "gpt_neox."),
     heads=("embed_out", "lm_head"),
-    rows=head_by_head,
+    channels=turning_first,
+    grouped=True,
     sizes=sizes(*_SIZES, d_ff="intermediate_size"),
     eps=("layer_norm_eps", 1e-5),
 )
@@ -390,7 +393,7 @@ LITGPT = Layout(
         key_norm="attn.norm_k",
     ),
     layer="transformer.h.{N}.",
-    rows=turning_first,
+    channels=turning_first,
     sizes={
         **NANOGPT.sizes,
         "d_ff": "intermediate_size",
@@ -399,22 +402,3 @@ LITGPT = Layout(
     },
     eps=("norm_eps", 1e-5),
 )
-GGUF_GPT2 = Layout(
-    outside={EMBEDDING: "token_embd", POSITIONS: "position_embd", "final_norm": "output_norm"},
-    inside=inside("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"),
-    layer="blk.{N}.",
-    heads=("output",),
-)
-GGUF_LLAMA = replace(
-    GGUF_GPT2,
-    outside={EMBEDDING: "token_embd", "final_norm": "output_norm"},
-    inside={
-        **GGUF_GPT2.inside,
-        "qkv": ("attn_q", "attn_k", "attn_v"),
-        "query_norm": ("attn_q_norm",),
-        "key_norm": ("attn_k_norm",),
-        "mlp_up": ("ffn_gate", "ffn_up"),
-    },
-    rows=neighbors_turn,
-)
-GGUF_QWEN = replace(GGUF_LLAMA, rows=lambda config: {})

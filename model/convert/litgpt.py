@@ -22,7 +22,6 @@ from logitd.model.convert.layouts import (
     LITGPT,
     MATRICES,
     Layout,
-    group_by_group,
     read_sizes,
     read_weights,
     tie_if_equal,
@@ -62,7 +61,7 @@ def read_litgpt(folder: Path) -> ForeignModel:
     settings = Settings(where, values)
     for name, neutral in NEUTRAL.items():
         settings.reject_unless(name, neutral, "not supported here")
-    loaded = read_pt(path, keep='{"model": state_dict}')
+    loaded = read_pt(path)
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
     reader = StateDictReader(str(path), named_tensors(str(path), state))
     reader.require_layers(settings.integer(LITGPT.sizes["n_layer"]))
@@ -165,4 +164,4 @@ def _layout(reader: StateDictReader, config: GPTConfig) -> Layout:
         inside["mlp_up"] = ("mlp.fc_1", "mlp.fc_2")
     if "transformer.h.0.attn.attn.weight" not in reader:
         return replace(LITGPT, inside=inside)
-    return replace(LITGPT, inside={**inside, "qkv": ("attn.attn",)}, rows=group_by_group)
+    return replace(LITGPT, inside={**inside, "qkv": ("attn.attn",)}, grouped=True)

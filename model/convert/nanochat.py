@@ -124,7 +124,7 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
     path = _latest(source) if source.is_dir() else source
     if path is None or not path.is_file() or path.suffix != ".pt":
         return None
-    state = read_pt(path, keep="model.state_dict()")
+    state = read_pt(path)
     if not all(isinstance(name, str) for name in state):
         return None
     if not _is_nanochat({name.removeprefix("_orig_mod.") for name in state}):

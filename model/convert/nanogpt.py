@@ -29,7 +29,7 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     tensor names. Raises ConvertError."""
     if container_of(path) != "torch":
         return None
-    checkpoint = read_pt(path, keep="model.state_dict()")
+    checkpoint = read_pt(path)
     state, arguments = checkpoint.get("model"), checkpoint.get("model_args")
     if not isinstance(state, dict) or not isinstance(arguments, dict):
         return None

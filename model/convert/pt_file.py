@@ -67,20 +67,17 @@ class UncalledAttributes(Attributes):
         raise pickle.UnpicklingError(f"it refers to {cls.__name__}; creating that would run code")
 
 
-def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
-    """Read the dictionary in a .pt file. Its tensors stay on disk until they are used.
-
-    `keep` is the Python expression for the value that error messages recommend saving. Raises
-    ConvertError.
-    """
+def read_pt(path: Path) -> dict[str, Any]:
+    """Read the dictionary in a .pt file. Its tensors stay on disk until they are used. Raises
+    ConvertError."""
     container_of(path)  # refuses formats of other programs by name
-    archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
+    archive = _archive(path) if zipfile.is_zipfile(path) else None
     try:
         loaded = _load(path, archive)
     except pickle.UnpicklingError as error:
-        loaded = _load_with_attributes(path, keep, archive, error)
+        loaded = _load_with_attributes(path, archive, error)
     except Exception as error:  # damaged bytes make torch fail in many ways
-        raise _unreadable(path, keep, error) from error
+        raise _unreadable(path, error) from error
     plain = _plain(loaded)
     if not isinstance(plain, dict):
         raise ConvertError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
@@ -88,14 +85,14 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     return plain
 
 
-def _archive(path: Path, keep: str) -> Archive:
+def _archive(path: Path) -> Archive:
     """Read an archive's list of files. Raises ConvertError if the list cannot be read or if the
     unpacked size is much larger than the file. torch.save does not compress, and torch would
     allocate memory for the listed sizes."""
     try:
         archive = read_archive(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
-        raise _unreadable(path, keep, error) from error
+        raise _unreadable(path, error) from error
     size = path.stat().st_size
     if archive.unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(
@@ -114,27 +111,26 @@ def _load(path: Path, archive: Archive | None) -> Any:
 
 
 def _load_with_attributes(
-    path: Path, keep: str, archive: Archive | None, refused: pickle.UnpicklingError
+    path: Path, archive: Archive | None, refused: pickle.UnpicklingError
 ) -> Any:
     """Load a file with `Attributes` in place of its classes. Raises ConvertError if the file
     contains anything besides configuration objects, such as a module or a function call."""
     names = pickled_names(path)
     if not (archive is not None or names.holds_module or names.foreign):
-        raise _unreadable(path, keep, refused) from refused
+        raise _unreadable(path, refused) from refused
     if not names.foreign:
         raise ConvertError(
             f"{path} is an archive of torch.save that cannot be read as data: it is damaged, or "
-            f"was saved with pickle_protocol 4 or later. Save it in a new file with "
-            f"torch.save({keep}, {path.stem + '-weights.pt'!r})"
+            f"was saved with pickle_protocol 4 or later. Save it in a new file: {_save(path)}"
         ) from refused
     if names.holds_module or archive is None:
-        raise _holds_code(path, keep, names) from refused
+        raise _holds_code(path, names) from refused
     bags = {name: type("Attributes", (Attributes,), {}) for name in names.foreign}
     try:
         with torch.serialization.safe_globals([(bag, name) for name, bag in bags.items()]):
             return _load(path, archive)
     except Exception as error:
-        raise _holds_code(path, keep, names) from error
+        raise _holds_code(path, names) from error
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -145,7 +141,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
+def _holds_code(path: Path, names: PickledNames) -> ConvertError:
     shown = ", ".join(names.foreign[:6]) + (", ..." if len(names.foreign) > 6 else "")
     if not names.holds_module and not names.by_torch and not zipfile.is_zipfile(path):
         modules = {name.partition(".")[0] for name in names.foreign}
@@ -160,23 +156,27 @@ def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
         return ConvertError(
             f"{path} holds {shown or 'more than tensors and numbers'}; reading that would run "
             "code. Load it where it was created, and save only what is needed in a new file: "
-            f"torch.save({keep}, {path.stem + '-weights.pt'!r})"
+            f"{_save(path)}"
         )
     load = f"torch.load({path.name!r}, weights_only=False)"
     if not names.by_torch:
         load = f"pickle.load(open({path.name!r}, 'rb'))"
     return ConvertError(
         f"{path} is a whole pickled module ({shown}); reading it would run its code. Load it "
-        f"where that code is, and save only the weights: torch.save({load}.state_dict(), "
-        f"{path.stem + '-weights.pt'!r})"
+        f"where that code is, and save only the weights: {_save(path, load)}"
     )
 
 
-def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
+def _save(path: Path, module: str = "model") -> str:
+    """The line of Python that saves the weights of a module in a new file."""
+    return f"torch.save({module}.state_dict(), {path.stem + '-weights.pt'!r})"
+
+
+def _unreadable(path: Path, error: Exception) -> ConvertError:
     size = f"{path} ({path.stat().st_size:,} bytes)"
     names = pickled_names(path)
     if names.holds_module or names.foreign:
-        return _holds_code(path, keep, names)
+        return _holds_code(path, names)
     with path.open("rb") as file:
         head = file.read(1024)
     begins = head[:4]
@@ -186,8 +186,7 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
         return ConvertError(
             f"{size} is a pickle that torch.save did not write or complete. If it holds lists of "
             f"numbers, save them as arrays by name: numpy.savez({path.stem + '.npz'!r}, "
-            f"**arrays); otherwise save its tensors in a new file: torch.save({keep}, "
-            f"{path.stem + '-weights.pt'!r})"
+            f"**arrays); otherwise save its tensors in a new file: {_save(path)}"
         )
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:

@@ -122,7 +122,7 @@ def read_tensors(path: Path) -> Mapping[Any, Any]:
         case "json":
             return read_json_weights(path)
         case "torch" | "llama2.c":
-            return read_pt(path, keep="model.state_dict()")
+            return read_pt(path)
     try:
         with safe_open(path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -71,7 +71,7 @@ class CodeConfig:
     deterministic        False if two passes over the same ids give different logits. Results are
                          still reproducible, because each pass is seeded
     padding_is_harmless  True if neither right padding nor other rows of a batch change logits
-    has_state            True if the model has its own cache (`process/state.py`)
+    has_state            True if the model has its own cache (`process/call.py`)
     lens                 names of the final norm and the head, for the logit lens; None if there is
                          no lens
     streams              stages that the lens reads: the first block's input and each block's output

@@ -1,9 +1,10 @@
-"""Connection: starts the process that runs an owner's code, and asks it for logits.
+"""Connection: starts the process that runs an owner's code, and exchanges frames with it.
 
-The process gets the verified source files in a temporary folder, and the verified weight file as an
-open file descriptor. It has no network access (`process/network.py`) and no environment variables
-whose names begin with LOGITD_. If it ends, hangs or breaks the protocol, the request fails, and the
-next request starts the process again.
+For an import, the process runs once, to compute logits for random ids or to measure facts. The
+process has no network access (`process/network.py`) and no environment variables whose names
+begin with LOGITD_. A `CodeModel` gives it the verified source files in a temporary folder, and the
+verified weight file as an open file descriptor. If this process ends, hangs or breaks the protocol,
+the request fails, and the next request starts the process again.
 """
 
 import json
@@ -13,25 +14,27 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from logitd.model.owner_code.config import CodeConfig
-from logitd.model.owner_code.process.__main__ import PROBLEM, REQUEST, Job
+from logitd.model.owner_code.process.__main__ import REQUEST, WEIGHTS, Job
 from logitd.model.owner_code.process.build import Request
-from logitd.model.owner_code.process.wire import Wire, floats
+from logitd.model.owner_code.process.wire import Wire
 
 MODULE = "logitd.model.owner_code.process"
 ROOT = Path(__file__).parents[3]
 START_SECONDS, PASS_SECONDS = 300.0, 60.0
-"""Time limits, in seconds, for starting the process and for a pass. If a limit is exceeded, the
-process is killed."""
+"""Time limits, in seconds, for starting the process or running a job, and for a pass. If a limit is
+exceeded, the process is killed."""
 STDERR, STDERR_LINES, STDERR_BYTES = "stderr", 3, 2**20
 """The name of the file with the process's stderr, the number of its last lines that an error
 message contains, and the size in bytes above which the file is emptied."""
@@ -63,16 +66,14 @@ class Speed:
     length: int
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    """The command line of the program that runs an owner's code. `folder` is the folder of its
-    request."""
-    return [sys.executable, "-B", "-m", MODULE, str(folder), *more]
-
-
-def environment() -> dict[str, str]:
-    """The environment variables for the process. Variables of logitd (LOGITD_...) are omitted,
-    because they may contain keys."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("LOGITD_")}
+def request_to_repeat(config: CodeConfig, folder: Path) -> Request:
+    """The request to create a model again, with the source files in `folder`."""
+    return Request(
+        file=str(folder / config.file),
+        expression=config.expression,
+        call=config.call,
+        chosen=asdict(config.values),
+    )
 
 
 def write_sources(folder: Path, sources: Mapping[str, bytes]) -> None:
@@ -81,9 +82,137 @@ def write_sources(folder: Path, sources: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(source)
 
 
-def last_lines(text: str) -> str:
-    """The last lines of a program's output, for a message."""
-    return " / ".join(text.strip().splitlines()[-STDERR_LINES:])[:600]
+class CodeProcess:
+    """A process that runs an owner's code.
+
+    name     the owner's code, for messages
+    folder   folder of the process, which is removed with it
+    job      the request to the program
+    files    open files that the process inherits
+    """
+
+    def __init__(
+        self, name: str, folder: "tempfile.TemporaryDirectory[str]", job: Job, *files: int
+    ) -> None:
+        self._name, self._scratch = name, folder
+        self.folder = Path(folder.name)
+        (self.folder / REQUEST).write_text(json.dumps(asdict(job)), encoding="utf-8")
+        ours, theirs = socket.socketpair()
+        with theirs, (self.folder / STDERR).open("ab") as stderr:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-B", "-m", MODULE, folder.name, str(theirs.fileno())],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=[theirs.fileno(), *files],
+                start_new_session=True,  # so that Ctrl-C does not stop it
+                env={
+                    name: value
+                    for name, value in os.environ.items()
+                    if not name.startswith("LOGITD_")  # they may contain keys
+                },
+            )
+        self._wire = Wire(ours)
+
+    def send(self, header: Mapping[str, Any], array: Tensor | None = None) -> None:
+        try:
+            self._wire.send(header, array)
+        except OSError as error:
+            raise self.ended() from error
+
+    def receive(self, seconds: float) -> tuple[dict[str, Any], Tensor]:
+        """The next frame. Raises CodeError if the owner's code has failed, if the process has ended
+        or broken the protocol, or, after the process was killed, if it took longer than
+        `seconds`."""
+        try:
+            header, array = self._wire.receive(seconds)
+        except TimeoutError as error:
+            self.close()
+            raise CodeError(
+                f"{self._name} did not answer within {seconds:.0f} seconds; its process was "
+                "killed. Does the file contain a long computation that the model does not need?"
+            ) from error
+        except (EOFError, OSError, ValueError) as error:
+            raise self.ended() from error
+        if "error" in header:
+            raise CodeError(f"{self._name}: {header['error']}")
+        return header, array
+
+    def empty_stderr(self) -> None:
+        """Empty the file with the process's stderr if it is large."""
+        stderr = self.folder / STDERR
+        if stderr.stat().st_size > STDERR_BYTES:
+            os.truncate(stderr, 0)
+
+    def close(self) -> None:
+        """Kill the process and remove its folder."""
+        self._wire.close()
+        self.popen.kill()
+        self.popen.wait()
+        self._scratch.cleanup()
+
+    def ended(self) -> CodeError:
+        """Close the process, and return the error to raise after it has ended or broken the
+        protocol."""
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(1)
+        self.popen.kill()
+        status = self.popen.wait()
+        stderr = (self.folder / STDERR).read_text(encoding="utf-8", errors="replace").strip()
+        self.close()
+        lines = " / ".join(stderr.splitlines()[-STDERR_LINES:])[:600]
+        return CodeError(
+            f"the process of {self._name} ended with status {status}{lines and ': '}{lines}"
+        )
+
+
+def compare(
+    name: str,
+    request: Request,
+    weights: Mapping[str, Tensor],
+    *,
+    rows: int,
+    length: int,
+    timeout: float = START_SECONDS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two sequences (2, T) of random ids below `rows`, their logits, and their logits after the
+    last id of each was replaced. `name` is the owner's code, for messages. Raises CodeError."""
+    job = Job("compare", asdict(request), {"rows": rows, "length": length})
+    with _running_job(name, job, weights) as process:
+        header, (logits, changed) = process.receive(timeout)
+    return torch.tensor(header["token_ids"]), logits, changed
+
+
+def measure(
+    name: str,
+    request: Request,
+    weights: Mapping[str, Tensor],
+    *,
+    context: int | None,
+    lens: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Measure the facts of a model (`process/measure.py`). `name` is the owner's code, for
+    messages. Raises CodeError."""
+    job = Job("measure", asdict(request), {"context": context, "lens": lens})
+    with _running_job(name, job, weights) as process:
+        return process.receive(START_SECONDS)[0]
+
+
+@contextmanager
+def _running_job(name: str, job: Job, weights: Mapping[str, Tensor]) -> Iterator[CodeProcess]:
+    real = {
+        name: tensor.clone().contiguous()
+        for name, tensor in weights.items()
+        if not tensor.is_complex()
+    }
+    scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
+    save_file(real, Path(scratch.name) / WEIGHTS)
+    process = CodeProcess(name, scratch, job)
+    try:
+        yield process
+    finally:
+        process.close()
 
 
 @dataclass
@@ -107,40 +236,30 @@ class CodeModel:
     together: bool = False
     seconds: float = PASS_SECONDS
     speed: Speed | None = field(default=None, init=False)
-    _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
-    _wire: Wire | None = field(default=None, init=False)
-    _scratch: "tempfile.TemporaryDirectory[str] | None" = field(default=None, init=False)
+    _process: CodeProcess | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         # Not in `close`, after which the process may be started again.
         weakref.finalize(self, self.weights.close)
 
-    def start(self) -> None:
+    def start(self) -> CodeProcess:
         """Start the process unless it is running. Raises CodeError if the model cannot be
         created."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        if self._process is not None and self._process.popen.poll() is None:
+            return self._process
         self.close()
-        self._scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
-        folder = Path(self._scratch.name)
+        scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
+        folder, weights = Path(scratch.name), self.weights.fileno()
         write_sources(folder / "code", self.sources)
-        (folder / REQUEST).write_text(json.dumps(asdict(self._job(folder))), encoding="utf-8")
-        ours, theirs = socket.socketpair()
-        with theirs, (folder / STDERR).open("ab") as stderr:
-            self._process = subprocess.Popen(
-                command(folder, str(theirs.fileno())),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                pass_fds=[theirs.fileno(), self.weights.fileno()],
-                start_new_session=True,  # so that Ctrl-C does not stop it
-                env=environment(),
-            )
-        self._wire = Wire(ours)
-        header, _ = self._receive(START_SECONDS)
-        ready = header["ready"]
+        process = CodeProcess(self.config.code, scratch, self._job(folder, weights), weights)
+        self._process = process
+        try:
+            ready = process.receive(START_SECONDS)[0]["ready"]
+        except CodeError:
+            self.close()
+            raise
         self.speed = Speed(ready["milliseconds"], ready["timed_length"])
+        return process
 
     def logits(
         self,
@@ -151,7 +270,7 @@ class CodeModel:
         """Logits (rows, V) of the requested positions, one sequence after the other. If there are
         `stages`, there must be only one sequence, and `visit` is called for each stage. Raises
         CodeError."""
-        self.start()
+        process = self.start()
         header = {
             "lengths": [len(one.token_ids) for one in sequences],
             "firsts": [one.first for one in sequences],
@@ -160,37 +279,26 @@ class CodeModel:
             "visit": list(stages),
         }
         ids = [token_id for one in sequences for token_id in one.token_ids]
-        self._send(header, torch.tensor(ids, dtype=torch.int64))
-        logits = self._logits(visit)
-        self._empty_stderr()
+        process.send(header, torch.tensor(ids, dtype=torch.int64))
+        logits = self._logits(process, visit)
+        process.empty_stderr()
         return logits
 
     def lens(self, stream: Tensor) -> Tensor:
         """Logits (P, V) that the final norm and the head compute from a stream (P, d). Raises
         CodeError."""
-        self.start()
-        self._send({"lens": list(stream.shape)}, stream)
-        return self._logits(lambda name, value: value)
+        process = self.start()
+        process.send({"lens": True}, stream)
+        return self._logits(process, lambda name, value: value)
 
     def close(self) -> None:
         """Kill the process and remove its folder."""
-        if self._wire is not None:
-            self._wire.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._scratch is not None:
-            self._scratch.cleanup()
-        self._wire = self._process = self._scratch = None
+            self._process.close()
+        self._process = None
 
-    def _job(self, folder: Path) -> Job:
-        config = self.config
-        request = Request(
-            file=str(folder / "code" / config.file),
-            expression=config.expression,
-            call=config.call,
-            chosen=asdict(config.values),
-        )
+    def _job(self, folder: Path, weights: int) -> Job:
+        config, request = self.config, request_to_repeat(self.config, folder / "code")
         options = {
             "rows": config.rows,
             "vocabulary": config.vocab_size,
@@ -199,76 +307,15 @@ class CodeModel:
             "lens": config.lens,
             "context": config.context_length,
         }
-        return Job(
-            "serve", asdict(request), options, f"/dev/fd/{self.weights.fileno()}", self.threads
-        )
+        return Job("serve", asdict(request), options, f"/dev/fd/{weights}", self.threads)
 
-    def _logits(self, visit: Visit) -> Tensor:
+    def _logits(self, process: CodeProcess, visit: Visit) -> Tensor:
         while True:
-            header, payload = self._receive(self.seconds)
+            header, value = process.receive(self.seconds)
             if "stage" not in header:
-                return self._floats(payload, header.get("logits"))
-            value = self._floats(payload, header.get("shape"))
+                return value
             changed = visit(header["stage"], value)
             if changed is value:
-                self._send({"changed": False})
+                process.send({"changed": False})
             else:
-                self._send({"changed": True}, changed)
-
-    def _send(self, header: Mapping[str, Any], array: Tensor | None = None) -> None:
-        assert self._wire is not None
-        try:
-            self._wire.send(header, array)
-        except OSError as error:
-            raise self._ended() from error
-
-    def _receive(self, seconds: float) -> tuple[dict[str, Any], bytearray]:
-        assert self._wire is not None
-        try:
-            header, payload = self._wire.receive(seconds)
-        except TimeoutError as error:
-            self.close()
-            raise CodeError(
-                f"{self.config.code} did not answer within {seconds:.0f} seconds; its process was "
-                "killed and will be restarted by the next request"
-            ) from error
-        except (EOFError, OSError, ValueError) as error:
-            raise self._ended() from error
-        if "error" in header:
-            raise CodeError(f"{self.config.code}: {header['error']}")
-        return header, payload
-
-    def _floats(self, payload: bytearray, shape: Any) -> Tensor:
-        try:
-            return floats(payload, shape)
-        except (TypeError, ValueError) as error:
-            raise self._ended() from error
-
-    def _empty_stderr(self) -> None:
-        assert self._scratch is not None
-        stderr = Path(self._scratch.name) / STDERR
-        if stderr.stat().st_size > STDERR_BYTES:
-            os.truncate(stderr, 0)
-
-    def _ended(self) -> CodeError:
-        """Kill the process if it is still running. Returns the error to raise after the process has
-        ended or broken the protocol."""
-        assert self._process is not None
-        assert self._scratch is not None
-        folder = Path(self._scratch.name)
-        try:
-            status = self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = self._process.wait()
-        problem = folder / PROBLEM
-        stderr = (folder / STDERR).read_text(encoding="utf-8", errors="replace")
-        said = problem.read_text(encoding="utf-8") if problem.is_file() else ""
-        self.close()
-        if said:
-            return CodeError(f"{self.config.code}: {said}")
-        lines = f": {last_lines(stderr)}" if stderr.strip() else ""
-        return CodeError(
-            f"the process of {self.config.code} ended with status {status}{lines}; it starts again "
-            "with the next request"
-        )
+                process.send({"changed": True}, changed)

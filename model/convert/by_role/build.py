@@ -18,7 +18,7 @@ to make up for the difference. The results change only by floating-point roundin
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.tensor_map import QKV, SEPARATE, MappedTensors, Part, Role
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.layouts import fill_biases
+from logitd.model.convert.layouts import evens_first, fill_biases, source_rows
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import sinusoidal_table
 
@@ -227,80 +227,73 @@ def _layer(
     return weights
 
 
-@dataclass(frozen=True)
-class _Projection:
-    """A matrix (R, C), and its bias (R,) if it has one."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def change(self, rows: Callable[[Tensor], Tensor]) -> "_Projection":
-        return _Projection(rows(self.weight), None if self.bias is None else rows(self.bias))
+def _stacked(
+    tensors: MappedTensors, roles: Sequence[Role], part: Part, layer: int
+) -> Tensor | None:
+    """The tensors of several roles, one below the other; None if no role has such a tensor. If only
+    some have a bias, zeros take the place of the others."""
+    if not any(tensors.map.has(role, part) for role in roles):
+        return None
+    pieces = []
+    for role in roles:
+        piece = tensors.get(role, part, layer)
+        if piece is None:
+            weight = tensors.take(role, "weight", layer)
+            piece = weight.new_zeros(len(weight))
+        pieces.append(piece)
+    return torch.cat(pieces)
 
 
 def _attention(
     tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
 ) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    query, key, value = _projections(tensors, how, heads, layer)
     scale = {
         "head_dim": 1.0,
-        "d_model": math.sqrt(heads.head_dim / query.weight.shape[1]),
+        "d_model": math.sqrt(heads.head_dim / tensors.shape("token_embedding")[1]),
         "none": math.sqrt(heads.head_dim),
     }[how.score_scale]
-    if how.qk_norm == "none":
-        query = query.change(lambda rows: rows * scale) if scale != 1.0 else query
-    else:
+    factors = (scale, 1.0, 1.0)  # of the rows of query, key and value
+    if how.qk_norm != "none":
         norms = _qk_norms(tensors, how, heads, layer)
         weights |= {"query_norm.weight": norms[0] * scale, "key_norm.weight": norms[1]}
         # Scaling the rows gives the norms' eps the same relative size as in the source.
         stretch = math.sqrt(how.norm_eps / how.qk_norm_eps)
-        if stretch != 1.0:
-            query, key = (part.change(lambda rows: rows * stretch) for part in (query, key))
-    if how.positions == "rotary" and how.rotary_layout == "interleaved":
-        query, key = (
-            part.change(lambda rows: _evens_first(rows, heads.head_dim)) for part in (query, key)
-        )
-    parts = query, key, value
-    weights["qkv.weight"] = torch.cat([part.weight for part in parts])
-    if any(part.bias is not None for part in parts):
-        zeros = (part.weight.new_zeros(len(part.weight)) for part in parts)
-        biases = [z if p.bias is None else p.bias for p, z in zip(parts, zeros, strict=True)]
-        weights["qkv.bias"] = torch.cat(biases)
+        factors = (stretch, stretch, 1.0)
+    fused = tensors.map.has("qkv")
+    rows = _source_rows(how, heads, fused=fused)
+    sizes = torch.tensor([heads.n_head, heads.n_kv_head, heads.n_kv_head]) * heads.head_dim
+    for part in PARTS:
+        tensor = _stacked(tensors, ("qkv",) if fused else SEPARATE, part, layer)
+        if tensor is not None:
+            by_row = torch.tensor(factors, dtype=tensor.dtype).repeat_interleave(sizes)
+            tensor = tensor[rows] * (by_row if tensor.dim() == 1 else by_row[:, None])
+            weights[f"qkv.{part}"] = tensor
     return weights
 
 
-def _projections(
-    tensors: MappedTensors, how: Computation, heads: HeadShape, layer: int
-) -> tuple[_Projection, _Projection, _Projection]:
-    biases: Sequence[Tensor | None]
-    if tensors.map.has("qkv"):
-        bias = tensors.get("qkv", "bias", layer)
-        weights = _cut(tensors.take("qkv", layer=layer), how, heads)
-        biases = [None] * 3 if bias is None else _cut(bias, how, heads)
-    else:
-        weights = [tensors.take(role, "weight", layer) for role in SEPARATE]
-        biases = [tensors.get(role, "bias", layer) for role in SEPARATE]
-    query, key, value = map(_Projection, weights, biases)
-    return query, key, value
+def _source_rows(how: Computation, heads: HeadShape, *, fused: bool) -> Tensor:
+    """For each row of query, key and value here, its index in the source's matrix, or in its
+    matrices one below the other."""
+    grouped = fused and how.qkv_layout == "per_head"
+    if grouped and heads.n_head != heads.n_kv_head:
+        raise ConvertError(
+            "rows of query, key and value are ordered head by head, but there are "
+            f"{heads.n_head} query heads and {heads.n_kv_head} key heads; this order can be "
+            "imported only if the two numbers are equal"
+        )
+    rows = source_rows(heads, _source_channels(how, heads), grouped=grouped)
+    if fused and how.qkv_layout == "kqv":  # keys before queries
+        queries, keys = heads.n_head * heads.head_dim, heads.n_kv_head * heads.head_dim
+        rows[:queries] += keys
+        rows[queries : queries + keys] -= queries
+    return rows
 
 
-def _cut(tensor: Tensor, how: Computation, heads: HeadShape) -> list[Tensor]:
-    queries, keys = heads.n_head * heads.head_dim, heads.n_kv_head * heads.head_dim
-    if how.qkv_layout == "per_head":
-        if queries != keys:
-            raise ConvertError(
-                "rows of query, key and value are ordered head by head, but there are "
-                f"{heads.n_head} query heads and {heads.n_kv_head} key heads; this order can be "
-                "imported only if the two numbers are equal"
-            )
-        # (H * 3 * D, ...) to three of (H * D, ...)
-        by_head = tensor.unflatten(0, (heads.n_head, 3, heads.head_dim))
-        return [part.flatten(0, 1) for part in by_head.unbind(1)]
-    sizes = {"q": queries, "k": keys, "v": keys}
-    pieces = tensor.split([sizes[letter] for letter in how.qkv_layout])
-    by_letter = dict(zip(how.qkv_layout, pieces, strict=True))
-    return [by_letter[letter] for letter in "qkv"]
+def _source_channels(how: Computation, heads: HeadShape) -> list[int]:
+    """For each channel of a head here, its index in the source."""
+    turned = how.positions == "rotary" and how.rotary_layout == "interleaved"
+    return evens_first(heads) if turned else list(range(heads.head_dim))
 
 
 def _qk_norms(
@@ -318,37 +311,22 @@ def _qk_norms(
                 f"{' and a bias' if biased else ''}; norms of queries and keys must be RMS norms "
                 f"over one head, with {heads.head_dim} elements and no bias"
             )
-        if how.positions == "rotary" and how.rotary_layout == "interleaved":
-            weight = _evens_first(weight, heads.head_dim)
-        norms.append(weight)
+        norms.append(weight[_source_channels(how, heads)])
     return norms
-
-
-def _evens_first(tensor: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of each head to 0, 2, 4, ..., 1, 3, 5, .... The adjacent rows 2i and 2i + 1
-    become row i of the first half and row i of the second half."""
-    by_head = tensor.unflatten(0, (-1, head_dim))  # (H, D, ...)
-    return torch.cat((by_head[:, 0::2], by_head[:, 1::2]), dim=1).flatten(0, 1)
 
 
 def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[str, Tensor]:
     """The first matrix of the feed-forward and its bias. If there is a gate, its rows come
     first."""
+    roles: tuple[Role, ...] = ("mlp_up",)
+    if tensors.map.has_gate:
+        fused = tensors.map.has("mlp_gate_up")
+        roles = ("mlp_gate_up",) if fused else ("mlp_gate", "mlp_up")
     weights: dict[str, Tensor] = {}
     for part in PARTS:
-        gate, up, both = (
-            tensors.get(role, part, layer) for role in ("mlp_gate", "mlp_up", "mlp_gate_up")
-        )
-        if both is not None:
-            gate, up = both.chunk(2)
-        elif gate is None and up is not None and tensors.map.has("mlp_gate"):
-            gate = torch.zeros_like(up)  # only the other one has a bias
-        elif up is None and gate is not None:
-            up = torch.zeros_like(gate)
-        halves = [half for half in (gate, up) if half is not None]
-        if halves:
-            first_gate = how.gate_order == "gate_first"
-            weights[f"mlp_up.{part}"] = torch.cat(halves if first_gate else halves[::-1])
+        if (tensor := _stacked(tensors, roles, part, layer)) is not None:
+            swapped = tensors.map.has_gate and how.gate_order == "up_first"
+            weights[f"mlp_up.{part}"] = tensor.roll(len(tensor) // 2, 0) if swapped else tensor
     return weights
 
 

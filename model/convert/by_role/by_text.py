@@ -54,36 +54,36 @@ SAME_LOGITS = 0.01
 this."""
 
 
-class ByText:
+class ByText(Search):
+    """A search for the computation with the lowest loss on a text."""
+
     def __init__(
         self, tensors: MappedTensors, findings: Findings, text: TextObjective, seconds: float
     ) -> None:
-        self._tensors, self._findings = tensors, findings
         self._text = _at_its_speed(tensors, findings, text)
-        self._search = Search(tensors, findings, self._text, seconds)
+        super().__init__(tensors, findings, self._text, seconds)
 
     @cached_property
     def _found(self) -> Computation:
-        return self._search.best()
+        return self.best()
 
     def quick_loss(self) -> float:
-        return self._search.mean(self._found)
+        return self.mean(self._found)
 
     def resolution(self) -> Resolution:
         """Choose the computation by its loss on the text. Raises OpenQuestions if the text cannot
         decide a field, and ConvertError if no variant predicts the text or if the model is not
         causal."""
-        search, name_of_text = self._search, self._text.name
         best = self._polish(self._conventional(self._found))
-        loss, chance = search.mean(best, "full"), self._text.unigram_nats()
+        loss, chance = self.mean(best, "full"), self._text.unigram_nats()
         self._require_prediction(loss, chance)
         self._require_causal(best, loss)
         objection = self._objection(best, loss)
-        if objection and search.ambiguous:
+        if objection and self.ambiguous:
             raise ConvertError(f"{self._tensors.where}: {objection}. {ANSWERS}")
-        alternatives = {name: self._alternatives(best, name, loss) for name in search.open}
+        alternatives = {name: self._alternatives(best, name, loss) for name in self.open}
         origins, unclear = dict[str, str](), dict[str, str]()
-        for name in search.ambiguous:
+        for name in self.ambiguous:
             near = [other for other in alternatives[name] if not other.clear]
             origins[name], differ = self._decision(best, name, near)
             if self._findings[name].resolved:
@@ -99,8 +99,8 @@ class ByText:
         if unclear:
             lines = "\n".join(f"  {line}" for line in unclear.values())
             raise OpenQuestions(
-                f"{self._tensors.where}: {name_of_text} does not distinguish the values of these "
-                f"flags:\n{lines}\nSet the flags, give a longer text, or use --code",
+                f"{self._tensors.where}: {self._text.name} does not distinguish the values of "
+                f"these flags:\n{lines}\nSet the flags, give a longer text, or use --code",
                 list(unclear),
             )
         return Resolution(
@@ -119,9 +119,8 @@ class ByText:
         which have no conventional value, are omitted."""
         return {
             name: f"the lowest loss on {self._text.name}, against the convention"
-            for name in self._search.open
-            if name not in self._search.ambiguous
-            and getattr(best, name) != self._findings[name].values[0]
+            for name in self.open
+            if name not in self.ambiguous and getattr(best, name) != self._findings[name].values[0]
         }
 
     def _objection(self, best: Computation, loss: float) -> str:
@@ -130,7 +129,7 @@ class ByText:
         model. If the variant has unusual values and the file states no loss, the loss must be lower
         than that of a trigram model. Not every variant has to meet this condition, because a model
         that learned little may not."""
-        text, penalties = self._text, self._search.score(best, "full")
+        text, penalties = self._text, self.score(best, "full")
         error = 0.0
         if penalties is not None and len(penalties) > 1:
             error = float(penalties.std()) / math.sqrt(min(len(penalties), text.distinct))
@@ -156,10 +155,10 @@ class ByText:
         """The unusual values in `best` that were chosen by their loss on the text."""
         unusual = [
             f"{name} {getattr(best, name)}"
-            for name in self._search.open
+            for name in self.open
             if getattr(best, name) == UNUSUAL.get(name)
         ]
-        if "n_head" in self._search.open:
+        if "n_head" in self.open:
             size = head_shape(self._tensors, best.n_head).head_dim
             unusual += [f"n_head {best.n_head} ({size} channels each)"] * (size < FEWEST_CHANNELS)
         return unusual
@@ -176,11 +175,11 @@ class ByText:
     def _conventional(self, best: Computation) -> Computation:
         """Set each unambiguous field to its conventional value, unless this makes the loss clearly
         higher."""
-        for name in self._search.open:
+        for name in self.open:
             usual = canonical(replace(best, **{name: self._findings[name].values[0]}))
-            if name in self._search.ambiguous or usual == best:
+            if name in self.ambiguous or usual == best:
                 continue
-            if not self._search.compare(usual, best)[1]:
+            if not self.compare(usual, best)[1]:
                 best = usual
         return best
 
@@ -190,16 +189,16 @@ class ByText:
         moved = True
         while moved:
             moved = False
-            for name in self._search.open:
-                for other in self._search.neighbors(best, name):
-                    worse, clear = self._search.compare(best, other)
-                    enough = clear or (name in self._search.ambiguous and worse >= 1e-6)
+            for name in self.open:
+                for other in self.neighbors(best, name):
+                    worse, clear = self.compare(best, other)
+                    enough = clear or (name in self.ambiguous and worse >= 1e-6)
                     if worse > 0 and enough:
                         best, moved = other, True
         return best
 
     def _require_prediction(self, loss: float, chance: float) -> None:
-        if loss > chance and self._search.ambiguous:
+        if loss > chance and self.ambiguous:
             raise ConvertError(
                 f"{self._tensors.where}: no variant predicts {self._text.name} better than the "
                 f"frequencies of its tokens do ({loss:.3f} against {chance:.3f} nats per token), "
@@ -209,7 +208,7 @@ class ByText:
 
     def _require_causal(self, best: Computation, loss: float) -> None:
         if not best.causal:
-            masked = self._search.mean(replace(best, causal=True), "full")
+            masked = self.mean(replace(best, causal=True), "full")
             raise ConvertError(
                 f"{self._tensors.where}: the model predicts {self._text.name} only if every "
                 f"position attends to the whole text ({loss:.3f} nats per token; with a causal "
@@ -222,10 +221,10 @@ class ByText:
         a value is only slightly higher than the loss of `best`, these two losses are measured again
         on more of the text."""
         alternatives = []
-        for other in self._search.neighbors(best, name):
-            worse, clear = self._search.compare(other, best)
-            if not clear and name in self._search.ambiguous and worse > 1e-4:
-                worse, clear = self._search.compare(other, best, "thorough")
+        for other in self.neighbors(best, name):
+            worse, clear = self.compare(other, best)
+            if not clear and name in self.ambiguous and worse > 1e-4:
+                worse, clear = self.compare(other, best, "thorough")
             if math.isfinite(worse):
                 alternatives.append(Alternative(name, getattr(other, name), loss + worse, clear))
         return alternatives

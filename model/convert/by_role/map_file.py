@@ -44,6 +44,7 @@ from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     LAYER_ROLES,
     OUTER_ROLES,
+    QKV,
     SEPARATE,
     Part,
     Role,
@@ -57,6 +58,7 @@ from logitd.model.files import CONFIG_BYTES
 MOST_DOTS = 100
 """Maximum number of dots in a line, not counting dots in strings. The memory that the parser needs
 grows with the square of the number of parts of a dotted key."""
+_ATTENTION: tuple[Role, ...] = (*QKV, "query_norm", "key_norm", "attention_out")
 _QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
 
 
@@ -180,28 +182,6 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
     )
 
 
-_USUAL: Mapping[Role, str] = {
-    "token_embedding": "token_embedding",
-    "positions": "position_embedding",
-    "final_norm": "final_norm",
-    "head": "lm_head",
-    "attention_norm": "attn_norm",
-    "query": "attn.query",
-    "key": "attn.key",
-    "value": "attn.value",
-    "qkv": "attn.qkv",
-    "query_norm": "attn.q_norm",
-    "key_norm": "attn.k_norm",
-    "attention_out": "attn.out_proj",
-    "mlp_norm": "mlp_norm",
-    "mlp_gate": "mlp.gate_proj",
-    "mlp_up": "mlp.up_proj",
-    "mlp_gate_up": "mlp.gate_up",
-    "mlp_down": "mlp.down_proj",
-}
-"""For each role, a name by which `recognize` finds it."""
-
-
 def recognize_with(file: MapFile, where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
     """The TensorMap of a map file that names only some roles, or none. Gives usual names to the
     tensors that the file names, and then recognizes all tensors. Raises ConvertError."""
@@ -236,12 +216,15 @@ def recognize_with(file: MapFile, where: str, tensors: Mapping[str, Tensor]) -> 
 
 
 def _usual_name(key: tuple[Role, Part], pattern: str) -> str:
-    """The usual name of the tensor with this role, with the layer prefix of `pattern`."""
+    """A name by which `recognize` finds the tensor with this role, with the layer prefix of
+    `pattern`."""
     role, part = key
     before = pattern.partition("{N}")[0] + "{N}." if "{N}" in pattern else ""
-    name = _USUAL[role]
-    if "{M}" in pattern:
-        name = name.replace("attn.", "attn.heads.{M}.")
+    name: str = role
+    if role in _ATTENTION:
+        name = f"attn.heads.{{M}}.{role}" if "{M}" in pattern else f"attn.{role}"
+    elif role.startswith("mlp_") and role != "mlp_norm":
+        name = role.replace("_", ".", 1)
     return f"{before}{name}.{part}"
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from logitd.model.transformer.config import Activation
+
 SeparateRole = Literal["query", "key", "value"]
 
 WRAPPERS = ("_orig_mod", "module")
@@ -169,9 +171,9 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Keys that configurations use for each field, in lower case."""
 
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu_tanh": "gelu_tanh",
+ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "new_gelu": "gelu_tanh",
@@ -181,11 +183,9 @@ ACTIVATIONS: Mapping[str, str] = {
     "relu2": "relu2",
     "relu_squared": "relu2",
     "squared_relu": "relu2",
-    "swiglu": "swiglu",
-    "silu": "swiglu",
-    "swish": "swiglu",
 }
-"""Activations by their names in configurations. "gelu" is the exact GELU, as in torch."""
+"""Activations of a feed-forward without a gate, by their names in configurations. "gelu" is the
+exact GELU, as in torch. If an activation has several names, an export writes the first."""
 
 
 def matches(pattern: re.Pattern[str], part: str) -> bool:

@@ -29,16 +29,15 @@ class NgramNats:
     bigram: float
     trigram: float
 
-    def at(self, position: int) -> float:
-        """The lowest n-gram loss for a token with `position` + 1 tokens before it. The trigram loss
-        is considered only if there are at least two tokens before it."""
-        pairs = min(self.unigram, self.bigram)
-        return pairs if position == 0 else min(pairs, self.trigram)
+    @property
+    def pairs(self) -> float:
+        """The lower of the unigram and bigram losses."""
+        return min(self.unigram, self.bigram)
 
     def over(self, length: int) -> float:
-        """The mean of `at` over a window of `length` predictions. The first prediction has one
-        token before it."""
-        return (self.at(0) + (length - 1) * self.at(1)) / length
+        """The lowest n-gram loss, averaged over a window of `length` predictions. The first
+        prediction has one token before it, so there is no trigram loss."""
+        return (self.pairs + (length - 1) * min(self.pairs, self.trigram)) / length
 
 
 def ngram_nats(token_ids: Sequence[int], vocab_size: int) -> NgramNats:

@@ -83,7 +83,8 @@ class TextObjective:
     """The loss on windows (W, T + 1) of a text's ids. Shorter windows are padded with -1.
 
     distinct   number of predicted tokens; a token in several windows counts once
-    counts     losses of unigram, bigram and trigram models; None if the text has too few tokens
+    counts     losses of unigram, bigram and trigram models; infinite if the text has too few
+               tokens
     stated     loss that the file states
     tokens     maximum number of predictions for each level of effort; at least one window is used
     """
@@ -91,7 +92,7 @@ class TextObjective:
     name: str
     windows: Tensor
     distinct: int
-    counts: NgramNats | None = None
+    counts: NgramNats
     stated: StatedLoss | None = None
     tokens: Mapping[Effort, int] = field(default_factory=lambda: TOKENS)
 
@@ -127,15 +128,14 @@ class TextObjective:
 
     @property
     def pairs(self) -> float:
-        """The lower of the unigram and bigram losses, in nats per token; infinite if the text has
-        too few tokens."""
-        return math.inf if self.counts is None else self.counts.at(0)
+        """The lower of the unigram and bigram losses, in nats per token."""
+        return self.counts.pairs
 
     @property
     def triples(self) -> float:
         """The lowest loss that an n-gram model up to trigrams reaches, averaged over a window, in
-        nats per token; infinite if the text has too few tokens."""
-        return math.inf if self.counts is None else self.counts.over(self.windows.shape[1] - 1)
+        nats per token."""
+        return self.counts.over(self.windows.shape[1] - 1)
 
 
 def text_objectives(

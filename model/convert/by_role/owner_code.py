@@ -18,8 +18,7 @@ from logitd.model.convert.by_role.objective import LogitsObjective
 from logitd.model.convert.by_role.questions import Findings, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.owner_code.connection import CodeError
-from logitd.model.owner_code.job import TIMEOUT_SECONDS, compare
+from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24
@@ -78,19 +77,23 @@ def owner_logits(
     findings: Findings,
     settings: Mapping[str, Any],
     *,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float = START_SECONDS,
 ) -> LogitsObjective:
     """The objective of matching the logits that the owner's code computes. Raises ConvertError if
     the code fails or if the model is not causal."""
     rows, context = tensors.shape("token_embedding")[0], findings["context_length"].values[0]
     request = request_of(code, tensors, findings, settings)
     try:
-        answer = compare(
-            request, tensors.tensors, rows=rows, length=min(TOKENS, context), timeout=timeout
+        token_ids, logits, changed = compare(
+            str(code),
+            request,
+            tensors.tensors,
+            rows=rows,
+            length=min(TOKENS, context),
+            timeout=timeout,
         )
     except CodeError as error:
-        raise ConvertError(f"{code}{error}") from error
-    logits, token_ids = answer["logits"], answer["token_ids"]
+        raise ConvertError(str(error)) from error
     if logits.shape != (*token_ids.shape, rows):
         raise ConvertError(
             f"{code} returns logits of shape {list(logits.shape)} for ids of shape "
@@ -98,10 +101,10 @@ def owner_logits(
             "token embedding"
         )
     # A different last id must not affect earlier positions.
-    difference = (logits[:, :-1] - answer["changed"][:, :-1]).abs()
+    difference = (logits[:, :-1] - changed[:, :-1]).abs()
     require_causal(code, float(difference.max()) if difference.numel() else 0.0)
     normalized = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
-    return LogitsObjective(str(code), token_ids.long(), logits, log_probs=normalized)
+    return LogitsObjective(str(code), token_ids, logits, log_probs=normalized)
 
 
 def request_of(

@@ -43,6 +43,7 @@ WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
 expresses it."""
 NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"
+WITHOUT_ROTARY: Mapping[str, Any] = {"rotary_layout": "half", "rope_theta": 1e4}
 UNUSED = "not used"
 
 
@@ -74,21 +75,21 @@ def find(
     tables. Raises ConvertError if settings and shapes contradict each other, or if no GPTConfig
     expresses a setting."""
     file = _File(tensors, ignored, settings, rotary_tables(ignored))
-    return without_unused({name: finder(file) for name, finder in FINDERS.items()})
+    return without_unused({name: getattr(file, name)() for name in FIELDS})
 
 
 def check_rotary_width(
-    where: str, ignored: Mapping[str, Tensor], findings: Findings, queries: int
+    tensors: MappedTensors, ignored: Mapping[str, Tensor], findings: Findings
 ) -> None:
     """Raise ConvertError if there are several heads, but a rotary table is as wide as all of them
     together."""
-    heads = findings["n_head"]
+    heads, queries = findings["n_head"], query_rows(tensors)[0]
     if not heads.resolved or heads.values[0] == 1 or "rotary" not in findings["positions"].values:
         return
     for table in rotary_tables(ignored):
         if table.width == queries:
             raise ConvertError(
-                f"{where}: {table.name} rotates {queries} channels, but there are "
+                f"{tensors.where}: {table.name} rotates {queries} channels, but there are "
                 f"{heads.values[0]} heads of {queries // heads.values[0]} channels "
                 f"({heads.origin}): the source uses {WHOLE_WIDTH}, which a GPTConfig cannot "
                 "express. Serve the owner's class with --code FILE:NAME --run-code"
@@ -100,18 +101,20 @@ def without_unused(findings: Findings) -> dict[str, Finding]:
     rotary."""
     if "rotary" in findings["positions"].values:
         return dict(findings)
-    unused = {"rotary_layout": Finding(("half",), UNUSED), "rope_theta": Finding((1e4,), UNUSED)}
+    unused = {name: Finding((value,), UNUSED) for name, value in WITHOUT_ROTARY.items()}
     return {**findings, **unused}
+
+
+def unused(how: Computation) -> dict[str, Any]:
+    """The fields that this computation does not use, with fixed values."""
+    without_norms = {"qk_norm_eps": how.norm_eps} if how.qk_norm == "none" else {}
+    return {**without_norms, **(WITHOUT_ROTARY if how.positions != "rotary" else {})}
 
 
 def canonical(how: Computation) -> Computation:
     """The same computation, with unused fields set to fixed values so that equivalent computations
     compare equal."""
-    if how.positions != "rotary":
-        how = replace(how, rotary_layout="half", rope_theta=1e4)
-    if how.qk_norm == "none":
-        how = replace(how, qk_norm_eps=how.norm_eps)
-    return how
+    return replace(how, **unused(how))
 
 
 def setting(settings: Settings, field: str) -> tuple[Any, str]:
@@ -136,6 +139,9 @@ def _is_eps(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _File:
+    """The evidence in a file. For each field of a `Computation`, a method of the same name finds
+    the possible values."""
+
     tensors: MappedTensors
     ignored: Mapping[str, Tensor]
     settings: Settings
@@ -150,235 +156,211 @@ class _File:
         value = float(value) if accepts in (_is_eps, is_number) else value
         return Finding((value,), f"{key} of its settings")
 
+    def n_head(self) -> Finding:
+        tensors, mapped = self.tensors, self.tensors.map
+        queries, keys = query_rows(tensors)
+        if mapped.n_head:
+            return Finding((mapped.n_head,), "each head has separate tensors")
+        name = mapped.of("query" if mapped.has("query") else "qkv", "weight")[0]
+        if (weight := tensors.tensors[name]).dim() == 3:
+            return Finding((len(weight),), "the first axis of the query's tensor")
 
-def _n_head(file: _File) -> Finding:
-    tensors, mapped = file.tensors, file.tensors.map
-    queries, keys = query_rows(tensors)
-    if mapped.n_head:
-        return Finding((mapped.n_head,), "each head has separate tensors")
-    name = mapped.of("query" if mapped.has("query") else "qkv", "weight")[0]
-    if (weight := tensors.tensors[name]).dim() == 3:
-        return Finding((len(weight),), "the first axis of the query's tensor")
+        def fits(heads: int) -> bool:
+            return queries % heads == 0 and keys % (queries // heads) == 0
 
-    def fits(heads: int) -> bool:
-        return queries % heads == 0 and keys % (queries // heads) == 0
+        if mapped.has("query_norm") and (size := tensors.shape("query_norm")[0]) < queries:
+            return Finding((queries // size,), f"query norms are {size} wide")
+        if (said := self.said("n_head", is_count)) is not None:
+            if not fits(said.values[0]):
+                raise ConvertError(
+                    f"{tensors.where}: n_head is {said.values[0]} according to {said.origin}, but "
+                    f"{queries} query rows and {keys} key rows cannot be divided among that many "
+                    "heads; set --n-head"
+                )
+            return said
+        if (dim := self.said("head_dim", is_count)) and queries % dim.values[0] == 0:
+            return Finding((queries // dim.values[0],), f"{dim.origin}, {dim.values[0]}")
+        if (groups := self.said("n_kv_head", is_count)) and keys % groups.values[0] == 0:
+            size = keys // groups.values[0]
+            if keys < queries and queries % size == 0:
+                return Finding((queries // size,), f"{groups.origin}, {size} channels each")
+        if (
+            self.tables
+            and queries % (width := self.tables[0].width) == 0
+            and fits(queries // width)
+        ):
+            origin = f"its rotary table rotates {width} channels of a head"
+            if width < queries:
+                return Finding((queries // width,), origin)
+            return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
+        options = [heads for heads in range(1, min(queries, MAX_HEADS) + 1) if fits(heads)]
+        # Likely numbers first: heads of 16 to 128 channels, then the others.
+        options.sort(
+            key=lambda heads: (not 16 <= queries // heads <= 128, abs(queries // heads - 64))
+        )
+        return Finding(tuple(options), "neither a setting nor a shape shows it", True)
 
-    if mapped.has("query_norm") and (size := tensors.shape("query_norm")[0]) < queries:
-        return Finding((queries // size,), f"query norms are {size} wide")
-    if (said := file.said("n_head", is_count)) is not None:
-        if not fits(said.values[0]):
-            raise ConvertError(
-                f"{tensors.where}: n_head is {said.values[0]} according to {said.origin}, but "
-                f"{queries} query rows and {keys} key rows cannot be divided among that many "
-                "heads; set --n-head"
-            )
-        return said
-    if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
-        return Finding((queries // dim.values[0],), f"{dim.origin}, {dim.values[0]}")
-    if (groups := file.said("n_kv_head", is_count)) and keys % groups.values[0] == 0:
-        size = keys // groups.values[0]
-        if keys < queries and queries % size == 0:
-            return Finding((queries // size,), f"{groups.origin}, {size} channels each")
-    if file.tables and queries % (width := file.tables[0].width) == 0 and fits(queries // width):
-        origin = f"its rotary table rotates {width} channels of a head"
-        if width < queries:
-            return Finding((queries // width,), origin)
-        return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
-    options = [heads for heads in range(1, min(queries, MAX_HEADS) + 1) if fits(heads)]
-    # Likely numbers first: heads of 16 to 128 channels, then the others.
-    options.sort(key=lambda heads: (not 16 <= queries // heads <= 128, abs(queries // heads - 64)))
-    return Finding(tuple(options), "neither a setting nor a shape shows it", True)
-
-
-def _context_length(file: _File) -> Finding:
-    if file.tensors.map.has("positions"):
-        return Finding((file.tensors.shape("positions")[0],), "rows of the position table")
-    if (said := file.said("context_length", is_count)) is not None:
-        return said
-    for name, tensor in file.ignored.items():
-        if is_causal_mask(tensor):
-            return Finding((tensor.shape[-1],), f"the causal mask {name}")
-    for table in file.tables:
-        if table.values.dim() == 2:
-            return Finding((len(table.values),), f"rows of {table.name}")
-    return Finding((CONTEXT_IF_UNKNOWN,), "chosen: the file does not state it (--context-length)")
-
-
-def _norm(file: _File) -> Finding:
-    mapped = file.tensors.map
-    if not mapped.has_norms:
+    def context_length(self) -> Finding:
+        if self.tensors.map.has("positions"):
+            return Finding((self.tensors.shape("positions")[0],), "rows of the position table")
+        if (said := self.said("context_length", is_count)) is not None:
+            return said
+        for name, tensor in self.ignored.items():
+            if is_causal_mask(tensor):
+                return Finding((tensor.shape[-1],), f"the causal mask {name}")
+        for table in self.tables:
+            if table.values.dim() == 2:
+                return Finding((len(table.values),), f"rows of {table.name}")
         return Finding(
-            ("rmsnorm", "layernorm"), "its norms have no weights, or there are none", True
+            (CONTEXT_IF_UNKNOWN,), "chosen: the file does not state it (--context-length)"
         )
-    if mapped.has("attention_norm", "bias"):
-        return Finding(("layernorm",), "norms have biases")
-    said = [value for value in file.settings.values() if isinstance(value, str)]
-    texts = (mapped.name("attention_norm"), *file.settings, *said)
-    if any("rms" in str(text).lower() for text in texts):
-        return Finding(("rmsnorm",), "its names contain rms")
-    return Finding(("layernorm", "rmsnorm"), "norms have no biases, so either is possible", True)
 
-
-def _norm_eps(file: _File) -> Finding:
-    if (said := file.said("norm_eps", _is_eps)) is not None:
-        return said
-    if _norm(file).values == ("rmsnorm",):
-        return Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
-    return Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
-
-
-def _norm_position(file: _File) -> Finding:
-    said = file.said("norm_first", lambda value: isinstance(value, bool))
-    if said is None:
-        return Finding(("pre", "post"), NOT_SAID, True)
-    return Finding(("pre" if said.values[0] else "post",), said.origin)
-
-
-def _final_norm(file: _File) -> Finding:
-    if file.tensors.map.has("final_norm"):
-        return Finding((True, False), "a norm behind the layers is in the file", True)
-    if not file.tensors.map.has_norms:
-        return Finding((True, False), "its norms have no weights", True)
-    return Finding((False,), "there is no norm behind the layers")
-
-
-def _residual(file: _File) -> Finding:
-    mapped = file.tensors.map
-    if mapped.has_norms and mapped.name("attention_norm") == mapped.name("mlp_norm"):
-        return Finding(("parallel", "sequential"), "one norm serves both", True)
-    return Finding(("sequential", "parallel"), CONVENTION)
-
-
-def _positions(file: _File) -> Finding:
-    if file.tensors.map.has("positions"):
-        return Finding(("learned",), f"{file.tensors.map.name('positions')} is added")
-    if file.tables:
-        return Finding(("rotary",), f"{file.tables[0].name} is a rotary table")
-    for name, value in file.settings.items():
-        if "alibi" in str(value).lower() or ("alibi" in name.lower() and value is True):
-            raise ConvertError(
-                f"{file.tensors.where}: {name} is {value!r}: ALiBi biases attention by distance, "
-                "which a GPTConfig cannot express. Serve the owner's class with --code FILE:NAME "
-                "--run-code"
+    def norm(self) -> Finding:
+        mapped = self.tensors.map
+        if not mapped.has_norms:
+            return Finding(
+                ("rmsnorm", "layernorm"), "its norms have no weights, or there are none", True
             )
-    if key := setting(file.settings, "rope_theta")[1]:
-        return Finding(("rotary",), f"{key} of its settings")
-    options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
-    return Finding(options, "there is no table of positions", True)
-
-
-def _rotary_layout(file: _File) -> Finding:
-    for table in file.tables:
-        if (layout := table.layout) is not None:
-            how = f"holds each angle twice, {layout}"
-            if table.values.is_complex():
-                how = "is complex: pairs of channels are multiplied"
-            return Finding((layout,), f"{table.name} {how}")
-    return Finding(get_args(RotaryLayout), NOT_SAID, True)
-
-
-def _rope_theta(file: _File) -> Finding:
-    if "rotary" in _positions(file).values:
-        for table in file.tables:
-            if (theta := table.theta) is not None:
-                return Finding((theta,), f"{table.name} has these frequencies")
-    said = file.said("rope_theta", is_number)
-    if said is not None and said.values[0] > 1:
-        return said
-    return Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), CONVENTION)
-
-
-def _activation(file: _File) -> Finding:
-    if file.tensors.map.has_gate:
-        return Finding(("swiglu",), "the feed-forward has a gate; silu is the only one known here")
-    said = file.said("activation", lambda value: isinstance(value, str))
-    if said is None:
-        return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
-    known = {key: value for key, value in words.ACTIVATIONS.items() if value != "swiglu"}
-    if (name := said.values[0].lower()) not in known:
-        raise ConvertError(
-            f"{file.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}, which "
-            "is not supported in a feed-forward without a gate; the supported activations are "
-            f"{', '.join(sorted(known))}"
-        )
-    return Finding((known[name],), said.origin)
-
-
-def _score_scale(file: _File) -> Finding:
-    if file.tensors.map.name("qkv").endswith("in_proj_weight"):
-        return Finding(("head_dim",), "torch's MultiheadAttention divides by it")
-    return Finding(get_args(ScoreScale), NOT_SAID, True)
-
-
-def _qkv_layout(file: _File) -> Finding:
-    mapped = file.tensors.map
-    if not mapped.has("qkv"):
-        return Finding(("qkv",), UNUSED)
-    name = mapped.name("qkv")
-    if mapped.n_head:
-        return Finding(("per_head",), "each head has a separate matrix")
-    if name.endswith("in_proj_weight"):
-        return Finding(("qkv",), "torch's MultiheadAttention stores them this way")
-    queries, keys = query_rows(file.tensors)
-    layouts: tuple[QkvLayout, ...] = ("qkv", "per_head", "kqv")
-    if "kqv" in name.lower():
-        layouts = ("kqv", "qkv", "per_head")
-    if queries != keys:
-        layouts = tuple(layout for layout in layouts if layout != "per_head")
-    return Finding(layouts, CONVENTION)
-
-
-def _gate_order(file: _File) -> Finding:
-    orders: tuple[GateOrder, ...] = get_args(GateOrder)
-    if not file.tensors.map.has_gate:
-        return Finding(orders[:1], UNUSED)
-    if "gate" in file.tensors.map.name("mlp_gate").lower():
-        return Finding(orders[:1], "its names say which is the gate")
-    return Finding(orders, CONVENTION)
-
-
-def _qk_norm(file: _File) -> Finding:
-    if file.tensors.map.has("query_norm"):
-        return Finding(("learned",), "norms of query and key are in the file")
-    if (said := file.said("qk_norm", lambda value: value is True)) is not None:
-        return Finding(("unit",), f"{said.origin}, without weights")
-    if setting(file.settings, "qk_norm_eps")[1]:
+        if mapped.has("attention_norm", "bias"):
+            return Finding(("layernorm",), "norms have biases")
+        said = [value for value in self.settings.values() if isinstance(value, str)]
+        texts = (mapped.name("attention_norm"), *self.settings, *said)
+        if any("rms" in str(text).lower() for text in texts):
+            return Finding(("rmsnorm",), "its names contain rms")
         return Finding(
-            ("unit", "none"), "the settings have qk_norm_eps, but the norms have no weights", True
+            ("layernorm", "rmsnorm"), "norms have no biases, so either is possible", True
         )
-    return Finding(("none", "unit"), CONVENTION)
 
+    def norm_eps(self) -> Finding:
+        if (said := self.said("norm_eps", _is_eps)) is not None:
+            return said
+        if self.norm().values == ("rmsnorm",):
+            return Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+        return Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
 
-def _qk_norm_eps(file: _File) -> Finding:
-    said = file.said("qk_norm_eps", _is_eps) or file.said("norm_eps", _is_eps)
-    return said or Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+    def norm_position(self) -> Finding:
+        said = self.said("norm_first", lambda value: isinstance(value, bool))
+        if said is None:
+            return Finding(("pre", "post"), NOT_SAID, True)
+        return Finding(("pre" if said.values[0] else "post",), said.origin)
 
+    def final_norm(self) -> Finding:
+        if self.tensors.map.has("final_norm"):
+            return Finding((True, False), "a norm behind the layers is in the file", True)
+        if not self.tensors.map.has_norms:
+            return Finding((True, False), "its norms have no weights", True)
+        return Finding((False,), "there is no norm behind the layers")
 
-def _causal(file: _File) -> Finding:
-    for name, tensor in file.ignored.items():
-        if is_causal_mask(tensor) or name.rpartition(".")[2] == "tril":
-            return Finding((True,), f"{name} is a causal mask")
-    return Finding((True, False), CONVENTION)
+    def residual(self) -> Finding:
+        mapped = self.tensors.map
+        if mapped.has_norms and mapped.name("attention_norm") == mapped.name("mlp_norm"):
+            return Finding(("parallel", "sequential"), "one norm serves both", True)
+        return Finding(("sequential", "parallel"), CONVENTION)
 
+    def positions(self) -> Finding:
+        if self.tensors.map.has("positions"):
+            return Finding(("learned",), f"{self.tensors.map.name('positions')} is added")
+        if self.tables:
+            return Finding(("rotary",), f"{self.tables[0].name} is a rotary table")
+        for name, value in self.settings.items():
+            if "alibi" in str(value).lower() or ("alibi" in name.lower() and value is True):
+                raise ConvertError(
+                    f"{self.tensors.where}: {name} is {value!r}: ALiBi biases attention by "
+                    "distance, which a GPTConfig cannot express. Serve the owner's class with "
+                    "--code FILE:NAME --run-code"
+                )
+        if key := setting(self.settings, "rope_theta")[1]:
+            return Finding(("rotary",), f"{key} of its settings")
+        options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
+        return Finding(options, "there is no table of positions", True)
 
-FINDERS: Mapping[str, Callable[[_File], Finding]] = {
-    "n_head": _n_head,
-    "context_length": _context_length,
-    "norm": _norm,
-    "norm_eps": _norm_eps,
-    "norm_position": _norm_position,
-    "final_norm": _final_norm,
-    "residual": _residual,
-    "positions": _positions,
-    "rotary_layout": _rotary_layout,
-    "rope_theta": _rope_theta,
-    "activation": _activation,
-    "score_scale": _score_scale,
-    "qkv_layout": _qkv_layout,
-    "gate_order": _gate_order,
-    "qk_norm": _qk_norm,
-    "qk_norm_eps": _qk_norm_eps,
-    "embedding_scale": lambda file: Finding(get_args(EmbeddingScale), CONVENTION),
-    "causal": _causal,
-}
-"""The function that finds each field."""
+    def rotary_layout(self) -> Finding:
+        for table in self.tables:
+            if (layout := table.layout) is not None:
+                how = f"holds each angle twice, {layout}"
+                if table.values.is_complex():
+                    how = "is complex: pairs of channels are multiplied"
+                return Finding((layout,), f"{table.name} {how}")
+        return Finding(get_args(RotaryLayout), NOT_SAID, True)
+
+    def rope_theta(self) -> Finding:
+        if "rotary" in self.positions().values:
+            for table in self.tables:
+                if (theta := table.theta) is not None:
+                    return Finding((theta,), f"{table.name} has these frequencies")
+        said = self.said("rope_theta", is_number)
+        if said is not None and said.values[0] > 1:
+            return said
+        return Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), CONVENTION)
+
+    def activation(self) -> Finding:
+        if self.tensors.map.has_gate:
+            return Finding(
+                ("swiglu",), "the feed-forward has a gate; silu is the only one known here"
+            )
+        said = self.said("activation", lambda value: isinstance(value, str))
+        if said is None:
+            return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
+        if (name := said.values[0].lower()) not in words.ACTIVATIONS:
+            raise ConvertError(
+                f"{self.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}, which "
+                "is not supported in a feed-forward without a gate; the supported activations are "
+                f"{', '.join(sorted(words.ACTIVATIONS))}"
+            )
+        return Finding((words.ACTIVATIONS[name],), said.origin)
+
+    def score_scale(self) -> Finding:
+        if self.tensors.map.name("qkv").endswith("in_proj_weight"):
+            return Finding(("head_dim",), "torch's MultiheadAttention divides by it")
+        return Finding(get_args(ScoreScale), NOT_SAID, True)
+
+    def qkv_layout(self) -> Finding:
+        mapped = self.tensors.map
+        if not mapped.has("qkv"):
+            return Finding(("qkv",), UNUSED)
+        name = mapped.name("qkv")
+        if mapped.n_head:
+            return Finding(("per_head",), "each head has a separate matrix")
+        if name.endswith("in_proj_weight"):
+            return Finding(("qkv",), "torch's MultiheadAttention stores them this way")
+        queries, keys = query_rows(self.tensors)
+        layouts: tuple[QkvLayout, ...] = ("qkv", "per_head", "kqv")
+        if "kqv" in name.lower():
+            layouts = ("kqv", "qkv", "per_head")
+        if queries != keys:
+            layouts = tuple(layout for layout in layouts if layout != "per_head")
+        return Finding(layouts, CONVENTION)
+
+    def gate_order(self) -> Finding:
+        orders: tuple[GateOrder, ...] = get_args(GateOrder)
+        if not self.tensors.map.has_gate:
+            return Finding(orders[:1], UNUSED)
+        if "gate" in self.tensors.map.name("mlp_gate").lower():
+            return Finding(orders[:1], "its names say which is the gate")
+        return Finding(orders, CONVENTION)
+
+    def qk_norm(self) -> Finding:
+        if self.tensors.map.has("query_norm"):
+            return Finding(("learned",), "norms of query and key are in the file")
+        if (said := self.said("qk_norm", lambda value: value is True)) is not None:
+            return Finding(("unit",), f"{said.origin}, without weights")
+        if setting(self.settings, "qk_norm_eps")[1]:
+            return Finding(
+                ("unit", "none"),
+                "the settings have qk_norm_eps, but the norms have no weights",
+                True,
+            )
+        return Finding(("none", "unit"), CONVENTION)
+
+    def qk_norm_eps(self) -> Finding:
+        said = self.said("qk_norm_eps", _is_eps) or self.said("norm_eps", _is_eps)
+        return said or Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+
+    def causal(self) -> Finding:
+        for name, tensor in self.ignored.items():
+            if is_causal_mask(tensor) or name.rpartition(".")[2] == "tril":
+                return Finding((True,), f"{name} is a causal mask")
+        return Finding((True, False), CONVENTION)
+
+    def embedding_scale(self) -> Finding:
+        return Finding(get_args(EmbeddingScale), CONVENTION)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from logitd.model.convert.by_role.build import build, query_rows
+from logitd.model.convert.by_role.build import build
 from logitd.model.convert.by_role.map_file import (
     MapFile,
     check_answers,
@@ -24,7 +24,7 @@ from logitd.model.convert.by_role.map_file import (
     tensor_map,
 )
 from logitd.model.convert.by_role.objective import CheckText, Objective, text_objectives
-from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, parse_owner_code
+from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits
 from logitd.model.convert.by_role.questions import (
     CONTEXT_IF_UNKNOWN,
     UNUSED,
@@ -33,6 +33,7 @@ from logitd.model.convert.by_role.questions import (
     find,
     is_number,
     setting,
+    unused,
 )
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
@@ -64,16 +65,14 @@ class RoleOptions:
     """The user's answers about a model.
 
     answers    the user's values for fields of a `Computation`
-    code       FILE.py:NAME, the owner's class
-    code_call  the call that returns logits, if it is not `model(ids)`
+    code       the owner's code
     draft      path for a draft of a map file, which is written if roles are unknown or questions
                stay open
     """
 
     answers: Mapping[str, Any] = field(default_factory=dict)
     map_file: MapFile | None = None
-    code: str | None = None
-    code_call: str | None = None
+    code: OwnerCode | None = None
     draft: Path | None = None
 
     @property
@@ -122,18 +121,17 @@ def recognize_file(
 ) -> Recognized:
     """Find the roles of a file's tensors and the evidence about the computation. `context_length`
     is used if the file does not state a context length. Raises ConvertError."""
-    code = None if options.code is None else parse_owner_code(options.code, options.code_call)
     mapped = _checked_map(file, options)
     tensors = MappedTensors(file.where, file.tensors, mapped)
-    findings = find(tensors, {name: file.tensors[name] for name in mapped.ignored}, file.settings)
+    ignored = {name: file.tensors[name] for name in mapped.ignored}
+    findings = find(tensors, ignored, file.settings)
     if (given := options.map_file) is not None:
         findings = answer(findings, given.answers, given.path.name)
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     findings = answer(findings, check_answers("the flags", options.answers))
-    ignored = {name: file.tensors[name] for name in mapped.ignored}
-    check_rotary_width(file.where, ignored, findings, query_rows(tensors)[0])
-    return Recognized(file, tensors, findings, code, options.draft)
+    check_rotary_width(tensors, ignored, findings)
+    return Recognized(file, tensors, findings, options.code, options.draft)
 
 
 def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
@@ -283,8 +281,7 @@ def _number_lines(
     yield _line("d_ff", config.d_ff, "columns of the feed-forward's second matrix")
     yield _line("tied_head", str(config.tied_head), head)
     how = resolution.computation
-    hidden = set() if how.positions == "rotary" else {"rotary_layout", "rope_theta"}
-    hidden |= {"qk_norm_eps"} if how.qk_norm == "none" else set()
+    hidden = unused(how)
     for name, origin in resolution.origins.items():
         if name not in hidden and origin != UNUSED:
             yield _line(name, getattr(how, name), origin)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from logitd.model.convert.by_role.names import ACTIVATIONS
 from logitd.model.convert.foreign import (
     ConvertError,
     ForeignModel,
@@ -36,16 +37,6 @@ from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.config import Activation, GPTConfig
 from logitd.model.transformer.shapes import gpt2_shape
 
-ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
-"""Activations by their names in configurations. If an activation has several names, an export
-writes the first."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
            ".rotary_emb.inv_freq")  # fmt: skip

@@ -39,10 +39,13 @@ MEMBERS = (
 )
 """Known members of a `tokenizer.json`. `truncation` and `padding` do not affect the ids of a single
 text."""
-MODEL_MEMBERS = (
-    *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
-    *("fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"),
-)
+MODEL_MEMBERS = {
+    "BPE": (
+        *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+        *("fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"),
+    ),
+    "WordLevel": ("type", "vocab", "unk_token"),
+}
 CUT_MEMBERS = {
     "ByteLevel": ("type", "add_prefix_space", "trim_offsets", "use_regex"),
     "Split": ("type", "pattern", "behavior", "invert"),
@@ -81,7 +84,8 @@ def tokenizer_of_document(
     """Read the parsed contents of a `tokenizer.json`. Error messages name `path`. `folder` has the
     other files that describe the tokenizer. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
-    vocabulary = _vocabulary(document, path)
+    model = _model(document, path)
+    vocabulary = _vocabulary(model, path)
     added = read_added(document, vocabulary, path, folder)
     notes = [
         *_check_normalizer(document, path, skip_normalizer),
@@ -89,11 +93,9 @@ def tokenizer_of_document(
         *_processor_notes(document.get("post_processor"), path),
     ]
     known_end = added.end is not None
-    kind = document["model"].get("type") if isinstance(document.get("model"), dict) else None
-    if kind == "WordLevel":
+    if model.get("type") == "WordLevel":
         words, assumed = _word_level_tokenizer(document, vocabulary, path, added)
         return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
-    model = _model(document, path)
     pattern = _pattern(document, path)
     met = added.ordinary.keys() & merged_texts(document)
     ranks = _ordinary(vocabulary, added.ids.keys() - met, path)
@@ -150,12 +152,12 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
 def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     model = document.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or kind != "BPE":
+    if not isinstance(model, dict) or kind not in [*MODEL_MEMBERS]:
         raise ConvertError(
             f"{path}: the tokenizer's model is {kind}; only byte-level BPE and WordLevel can be "
             "imported"
         )
-    require_members(model, MODEL_MEMBERS, f"the model of {path}")
+    require_members(model, MODEL_MEMBERS[kind], f"the model of {path}")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise ConvertError(f"{path}: {name} is {model[name]!r}, which is not supported")
@@ -167,11 +169,10 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return model
 
 
-def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
-    model = document.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocabulary, dict) or not vocabulary:
-        return {}  # a model of another type, which is refused by name
+def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:
+    vocabulary = model.get("vocab")
+    if not isinstance(vocabulary, dict):
+        raise ConvertError(f"{path}: the vocabulary must map tokens to ids")
     if len(set(vocabulary.values())) != len(vocabulary) or not all(
         type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()
     ):
@@ -369,11 +370,10 @@ def _word_level_tokenizer(
     document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, added: AddedVocabulary
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """The tokenizer of a WordLevel vocabulary, and notes about it. Raises ConvertError."""
-    require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
         raise ConvertError(f"{path} decodes with {decoder.get('type')}; only Fuse can be imported")
     if not vocabulary:
-        raise ConvertError(f"{path}: the vocabulary must map words to ids and must not be empty")
+        raise ConvertError(f"{path}: the vocabulary is empty")
     named = {**vocabulary, **added.ids}
     texts = {token_id: word for word, token_id in named.items()}
     if len(texts) != len(named):

@@ -35,6 +35,10 @@ from logitd.model.convert.vocabulary.words import (
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
     """Build a tokenizer from a table, with notes about assumptions. Raises ConvertError."""
     table = replace(table, texts=checked(table.texts, table.where))
+    return replace(_built(table, skip_normalizer), where=table.where)
+
+
+def _built(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
     if table.merges is not None:
         return byte_pair_tokenizer(table)
     if table.strings is not None and is_byte_level(table):

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.hf.added import with_ends
 from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.files import (
-    Candidate,
     count_characters,
     text_of_characters,
     vocabularies_beside,
@@ -29,8 +29,6 @@ from logitd.model.convert.vocabulary.named import FORMS, fixed_with, named_vocab
 from logitd.model.convert.vocabulary.table import table_in
 from logitd.model.text.published import PUBLISHED
 
-SIZES = ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens")
-"""Keys in a model's settings whose value is the number of ids."""
 PADDED_TO = (8, 16, 32, 64, 128)
 """Programs usually pad the number of ids to a multiple of one of these."""
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
@@ -87,7 +85,11 @@ def choose_vocabulary(
     Raises ConvertError if no vocabulary is found, if several vocabularies disagree, or if the
     number of ids does not fit the rows.
     """
-    sizes = {value for key, value in _settings(contents) if key in SIZES and type(value) is int}
+    sizes = {
+        value
+        for key, value in _settings(contents)
+        if key in SETTINGS["vocab_size"] and type(value) is int
+    }
     model = _Rows(rows, frozenset(sizes), unused_rows)
     if named is not None:
         chosen = named_vocabulary(named, ids=model.ids, skip_normalizer=skip_normalizer)
@@ -105,24 +107,24 @@ def choose_vocabulary(
             chosen = named_vocabulary(fixed, ids=model.ids, skip_normalizer=False)
         else:
             raise _none_found(folder, rows, contents, in_vain)
-    has_text = chosen.vocabulary.tokenizer.has_text
+    has_text = chosen.tokenizer.has_text
     if has_text and (sentence := _misfit(chosen, model)) is not None:
         raise ConvertError(sentence)
-    vocabulary = with_ends(chosen.vocabulary, folder)
+    vocabulary = with_ends(chosen, folder)
     if not has_text:
         return vocabulary
     note = f"the vocabulary of {_size_of(vocabulary):,} ids is from {chosen.where}"
     return replace(vocabulary, notes=(note, *vocabulary.notes))
 
 
-def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
+def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[ForeignTokenizer]:
     inner = [(f"{key!r} of the checkpoint", value) for key, value in contents.items()]
     for where, container in [("the checkpoint", contents), *inner]:
         if isinstance(container, Mapping) and (table := table_in(container, where)) is not None:
-            yield Candidate(table.where, build_tokenizer(table))
+            yield build_tokenizer(table)
 
 
-def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
+def _one_of(candidates: Sequence[ForeignTokenizer], model: _Rows) -> ForeignTokenizer:
     """The candidate that fits the model. If none fits, returns the first candidate, so that a later
     error reports its number of ids. Raises ConvertError if several fit but differ."""
     fitting = [candidate for candidate in candidates if _misfit(candidate, model) is None]
@@ -139,9 +141,9 @@ def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
     return first
 
 
-def _mapping(candidate: Candidate) -> tuple[Any, ...]:
-    tokenizer, order = candidate.vocabulary.tokenizer, candidate.vocabulary.order
-    return tokenizer.kind, tokenizer.pattern, tokenizer.tokens, tokenizer.special_tokens, order
+def _mapping(each: ForeignTokenizer) -> tuple[Any, ...]:
+    tokenizer = each.tokenizer
+    return tokenizer.kind, tokenizer.pattern, tokenizer.tokens, tokenizer.special_tokens, each.order
 
 
 def _dataset(facts: Mapping[str, Any]) -> str | None:
@@ -177,9 +179,9 @@ def _size_of(vocabulary: ForeignTokenizer) -> int:
     return max(vocabulary.source_ids) + 1
 
 
-def _misfit(candidate: Candidate, model: _Rows) -> str | None:
+def _misfit(candidate: ForeignTokenizer, model: _Rows) -> str | None:
     """A sentence that says why a vocabulary does not fit the rows; None if it fits."""
-    size, rows, where = _size_of(candidate.vocabulary), model.rows, candidate.where
+    size, rows, where = _size_of(candidate), model.rows, candidate.where
     if size > rows:
         return (
             f"the model has {rows:,} rows of the embedding, but the vocabulary ({where}) has ids "

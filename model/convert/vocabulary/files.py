@@ -8,7 +8,7 @@ Code in a file is never run.
 import base64
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,6 @@ FOLDERS = (
 begins with "data", the subfolders are searched, too."""
 MERGES = ("merges.txt", "merges.json", "bpe_merges.txt", "bpe_merges.json")
 MOST_FOLDERS = 200
-
-
-@dataclass(frozen=True)
-class Candidate:
-    where: str
-    vocabulary: ForeignTokenizer
 
 
 def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | None:
@@ -99,7 +93,7 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
 
 def vocabularies_beside(
     folder: Path, dataset: str | None, *, skip_normalizer: bool
-) -> tuple[list[Candidate], list[str]]:
+) -> tuple[list[ForeignTokenizer], list[str]]:
     """Find the vocabularies in the nearest folders that have any. Also returns a sentence about
     each file that was read but is not a usable vocabulary.
 
@@ -120,7 +114,7 @@ def vocabularies_beside(
                     in_vain.append(str(error))
                     continue
                 if vocabulary is not None:
-                    candidates.append(Candidate(str(path), vocabulary))
+                    candidates.append(replace(vocabulary, where=str(path)))
                     candidates += _sorted_characters(path)
                 elif path.name != TOKENIZER_CONFIG:
                     in_vain.append(f"{path} is not a vocabulary in a known form")
@@ -129,16 +123,15 @@ def vocabularies_beside(
     return [], in_vain
 
 
-def _sorted_characters(path: Path) -> Iterator[Candidate]:
+def _sorted_characters(path: Path) -> Iterator[ForeignTokenizer]:
     """Yield a second interpretation of a file that has one character per line. Some programs use
     the sorted characters of the whole file, including the line break, as the vocabulary."""
     if path.suffix.lower() != ".txt":
         return
     text = source_text(path).removeprefix("\ufeff")
     if all(len(line) <= 1 for line in text.split("\n")):
-        where = f"characters:{path}"
-        table = Table(texts=dict(enumerate(sorted(set(text)))), where=where)
-        yield Candidate(where, build_tokenizer(table))
+        texts = dict(enumerate(sorted(set(text))))
+        yield build_tokenizer(Table(texts=texts, where=f"characters:{path}"))
 
 
 def text_of_characters(folder: Path, count: int) -> Path | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.source_file import source_bytes, source_json, source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
-from logitd.model.convert.vocabulary.files import Candidate, table_of_lines, vocabulary_in
+from logitd.model.convert.vocabulary.files import table_of_lines, vocabulary_in
 from logitd.model.convert.vocabulary.table import Table, table_of
 from logitd.model.text.published import PUBLISHED, published_tokenizer
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
@@ -40,16 +40,16 @@ FORMS = (
 )
 
 
-def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate:
+def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> ForeignTokenizer:
     """Read the vocabulary that `name` describes, for a model with `ids` ids. Raises
     ConvertError."""
     if name == NONE:
         note = "there is no vocabulary: prompts and generated texts are token ids"
         tokenizer = Tokenizer.without_text(ids)
-        return Candidate(NONE, ForeignTokenizer(tokenizer=tokenizer, notes=(note,)))
+        return ForeignTokenizer(tokenizer=tokenizer, notes=(note,))
     if name in PUBLISHED:
         try:
-            return Candidate(name, ForeignTokenizer(tokenizer=published_tokenizer(name)))
+            return ForeignTokenizer(tokenizer=published_tokenizer(name), where=name)
         except (TokenizerError, OSError) as error:
             raise ConvertError(str(error)) from error
     if (rule := _RULE.fullmatch(name)) is not None:
@@ -67,10 +67,10 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
             f"{path} does not hold a vocabulary in a known form: expected a dictionary that maps "
             "tokens to ids, a list of tokens, merges of pairs of ids, or a tokenizer.json"
         )
-    return Candidate(str(path), vocabulary)
+    return replace(vocabulary, where=str(path))
 
 
-def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
+def _characters(path: Path, first: int, last: int, ids: int) -> ForeignTokenizer:
     """The characters of a text, as a vocabulary. Raises ConvertError unless the number of
     characters matches the number of the model's ids. If a character were missing, all characters
     after it would have wrong ids."""
@@ -79,7 +79,7 @@ def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
         characters = sorted(set(source_text(path, lines=lines)))
         if len(characters) + extra == ids:
             table = Table(texts=dict(enumerate(characters, start=first)), where=where)
-            return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
+            return build_tokenizer(_with_extra(table, first, last))
     more = ids - len(characters) - extra
     advice = (
         f"It is not the training text, or was changed after training: it has {-more:,} too many"
@@ -96,7 +96,7 @@ def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
     )
 
 
-def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
+def _words(path: Path, first: int, last: int, ids: int) -> ForeignTokenizer:
     table: Table | None
     if path.suffix.lower() == ".json":
         table = table_of(source_json(path), str(path))
@@ -108,13 +108,13 @@ def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
         )
     shifted = {first + token_id: text for token_id, text in table.texts.items()}
     table = Table(texts=shifted, where=f"the words of {path}")
-    return Candidate(table.where, build_tokenizer(_with_extra(table, first, last)))
+    return build_tokenizer(_with_extra(table, first, last))
 
 
-def _fixed(name: str, first: int, last: int) -> Candidate:
+def _fixed(name: str, first: int, last: int) -> ForeignTokenizer:
     table = Table(texts=dict(enumerate(_FIXED[name], start=first)), where=name)
     extended = replace(_with_extra(table, first, last), ranked=name == "bytes")
-    return Candidate(name, build_tokenizer(extended))
+    return build_tokenizer(extended)
 
 
 def fixed_with(ids: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Program that runs an owner's model code: `python -m logitd.model.owner_code.process FOLDER [FD]`.
+"""Program that runs an owner's model code: `python -m logitd.model.owner_code.process FOLDER FD`.
 
 It runs the owner's file with the user's rights, but without network access. Apart from the standard
 library, it imports only its own modules, torch and safetensors. The owner's modules may have any
@@ -7,10 +7,9 @@ other names, so further imports could conflict with them.
   network.py   blocks network access
   define.py    runs the definitions of the owner's file
   build.py     creates the model with the values of the checkpoint, and loads its weights
-  call.py      computes logits
+  call.py      computes logits, also with the model's own cache
   measure.py   measures facts: vocabulary, context length, stages
   hooks.py     reads and changes the outputs of submodules
-  state.py     uses the model's own cache
   answer.py    computes passes on request
   wire.py      sends frames of JSON and arrays between the processes
 """

@@ -1,9 +1,10 @@
-"""Entry point of the program: `python -m logitd.model.owner_code.process FOLDER [FD]`.
+"""Entry point of the program: `python -m logitd.model.owner_code.process FOLDER FD`.
 
 FOLDER contains `request.json` (a `Job`) and, unless the job names another file,
-`weights.safetensors`. The program writes its answer to the folder: `answer.safetensors` (ids, their
-logits, and the logits after the last id was replaced), `facts.json`, or `problem.txt`. The job
-"serve" answers on the socket FD instead.
+`weights.safetensors`. The program answers on the socket FD, in frames (`wire.py`). The answer to
+"compare" has random ids and their logits, followed by the logits after the last id was replaced.
+The answer to "measure" has the facts. `answer.py` describes the answers to "serve". If the owner's
+code fails, the answer is {"error": text}.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from logitd.model.owner_code.process.answer import Answerer
 from logitd.model.owner_code.process.build import Request, build_model
@@ -27,7 +28,6 @@ from logitd.model.owner_code.process.problem import Problem
 from logitd.model.owner_code.process.wire import Wire
 
 REQUEST, WEIGHTS = "request.json", "weights.safetensors"
-ANSWER, FACTS, PROBLEM = "answer.safetensors", "facts.json", "problem.txt"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Job:
     threads: int = 0
 
 
-def main(folder: Path, end: socket.socket | None) -> int:
+def main(folder: Path, wire: Wire) -> int:
     leave_network()
     job = Job(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
     request = Request(**job.request)
@@ -60,35 +60,32 @@ def main(folder: Path, end: socket.socket | None) -> int:
     if job.threads:
         torch.set_num_threads(job.threads)
     try:
-        _run(job, request, folder, None if end is None else Wire(end))
-    except Problem as problem:
-        (folder / PROBLEM).write_text(str(problem), encoding="utf-8")
-        return 1
+        try:
+            _run(job, request, folder, wire)
+        except Problem as problem:
+            wire.send({"error": str(problem)})
+            return 1
     except (EOFError, ConnectionError):
         pass  # the other process has ended
     return 0
 
 
-def _run(job: Job, request: Request, folder: Path, wire: Wire | None) -> None:
+def _run(job: Job, request: Request, folder: Path, wire: Wire) -> None:
     built = build_model(request, load_file(job.weights or folder / WEIGHTS))
     caller = Caller(built.model, built.module, request.call)
     options = dict(job.options)
     match job.kind:
         case "compare":
-            names = ("token_ids", "logits", "changed")
-            answer = compare(caller, options["rows"], options["length"])
-            save_file(dict(zip(names, answer, strict=True)), folder / ANSWER)
+            token_ids, *logits = compare(caller, options["rows"], options["length"])
+            wire.send({"token_ids": token_ids.tolist()}, torch.stack(logits))
         case "measure":
             facts = measure(caller, Path(request.file), **options)
-            chosen = {"chosen": built.attempt.chosen}
-            (folder / FACTS).write_text(json.dumps(facts | chosen), encoding="utf-8")
+            wire.send(facts | {"chosen": built.attempt.chosen})
         case _:
-            assert wire is not None
             context = options.pop("context")
             Answerer(caller, wire, **options).run(context)
 
 
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    given = socket.socket(fileno=int(sys.argv[2])) if len(sys.argv) > 2 else None
-    sys.exit(main(Path(sys.argv[1]), given))
+    sys.exit(main(Path(sys.argv[1]), Wire(socket.socket(fileno=int(sys.argv[2])))))

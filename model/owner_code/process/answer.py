@@ -1,13 +1,13 @@
 """Answer: computes passes on request until the other process closes its end of the connection.
 
-These are the requests, each followed by its replies. What follows a `+` is the frame's raw bytes.
+These are the requests, each followed by its replies. What follows a `+` is the frame's array.
 
   {"lengths": [n, ...], "firsts": [...], "ends": [...], "slots": [...], "visit": [names]} + ids
-      for each visited stage, {"stage": name, "shape": [1, T, ...]} + values; the other process
-      answers {"changed": true} + values, or {"changed": false}
-      {"logits": [rows, V]} + values, for positions [first, end) of each sequence
-  {"lens": [P, d]} + values
-      {"logits": [P, V]} + values, computed by the final norm and the head
+      for each visited stage, {"stage": name} + values (1, T, ...); the other process answers
+      {"changed": true} + values, or {"changed": false}
+      {} + logits (rows, V), for positions [first, end) of each sequence
+  {"lens": true} + values (P, d)
+      {} + logits (P, V), computed by the final norm and the head
 
 If the owner's code fails, the reply is {"error": text}.
 """
@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitd.model.owner_code.process.call import Caller
+from logitd.model.owner_code.process.call import STATE_METHOD, Caller, with_state
 from logitd.model.owner_code.process.hooks import visiting
 from logitd.model.owner_code.process.measure import lens_logits, timed
 from logitd.model.owner_code.process.problem import Problem
-from logitd.model.owner_code.process.state import STATE_METHOD, with_state
-from logitd.model.owner_code.process.wire import Wire, floats
+from logitd.model.owner_code.process.wire import Wire
 
 
 class Answerer:
@@ -63,18 +62,16 @@ class Answerer:
         the other process ends."""
         self._wire.send({"ready": timed(self._caller, self._rows, context)})
         while True:
-            header, payload = self._wire.receive()
+            header, array = self._wire.receive()
             try:
-                compute = self._lens_of if "lens" in header else self._pass
-                logits = compute(header, payload)
+                logits = self._lens_of(array) if "lens" in header else self._pass(header, array)
             except Problem as problem:
                 self._wire.send({"error": str(problem)})
             else:
-                self._wire.send({"logits": list(logits.shape)}, logits)
+                self._wire.send({}, logits)
 
-    def _pass(self, header: dict[str, Any], payload: bytearray) -> Tensor:
-        ids = self._order[torch.frombuffer(payload, dtype=torch.int64)]
-        sequences = list(ids.split(header["lengths"]))
+    def _pass(self, header: dict[str, Any], ids: Tensor) -> Tensor:
+        sequences = list(self._order[ids].split(header["lengths"]))
         if header["visit"]:
             logits = [self._visited(sequences[0], header["firsts"][0], header["visit"])]
         elif self._together and len(sequences) > 1:
@@ -132,10 +129,10 @@ class Answerer:
                     "was called once and returned a float value for each position"
                 )
             met[name] = value
-            self._wire.send({"stage": name, "shape": list(value.shape)}, value.float())
-            header, payload = self._wire.receive()
+            self._wire.send({"stage": name}, value.float())
+            header, changed = self._wire.receive()
             if header["changed"]:
-                met[name] = floats(payload, list(value.shape)).to(value.dtype)
+                met[name] = changed.to(value.dtype)
             return met[name]
 
         with visiting(self._caller.model, names, visit):
@@ -144,10 +141,10 @@ class Answerer:
             raise Problem(f"submodule {missing[0]} was not called in a pass over {len(ids)} ids")
         return logits
 
-    def _lens_of(self, header: dict[str, Any], payload: bytearray) -> Tensor:
+    def _lens_of(self, stream: Tensor) -> Tensor:
         assert self._lens is not None
-        stream = floats(payload, header["lens"])[None]
-        return self._columns(lens_logits(self._caller.model, self._lens, stream, self._rows)[0])
+        logits = lens_logits(self._caller.model, self._lens, stream[None], self._rows)
+        return self._columns(logits[0])
 
     def _columns(self, logits: Tensor) -> Tensor:
         return logits[:, : len(self._order)] if self._in_order else logits[:, self._order]

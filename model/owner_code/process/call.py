@@ -1,4 +1,14 @@
-"""Call: calls the owner's model and finds the logits in the output."""
+"""Call: calls the owner's model and finds the logits in the output.
+
+A model's own cache is used if the owner has defined it as a method `logits_and_state`:
+
+    def logits_and_state(self, ids, state):
+        # ids (1, T): the next ids; state: None at the start, otherwise the last returned state
+        return logits, state  # logits (1, T, V) of these ids
+
+The state may be any object. Each state belongs to a single sequence, so the method may change it in
+place.
+"""
 
 import inspect
 import types
@@ -15,6 +25,7 @@ TARGETS = frozenset(
 )
 """Names of parameters that take target ids. Logits do not depend on the targets."""
 SEED = 0
+STATE_METHOD = "logits_and_state"
 
 
 class Caller:
@@ -101,6 +112,24 @@ class Caller:
                 f"{', '.join(f'{name}=...' for name in others)})'"
             )
         return self.model(token_ids, **dict.fromkeys(needed, token_ids))
+
+
+@torch.no_grad()
+def with_state(model: nn.Module, ids: Tensor, state: Any, rows: int) -> tuple[Tensor, Any]:
+    """Logits (1, T, rows) of ids (1, T) that follow the ids of a state, and the next state. Raises
+    Problem."""
+    torch.manual_seed(SEED)
+    try:
+        logits, state = getattr(model, STATE_METHOD)(ids, state)
+    except Exception as error:  # the owner's code may raise anything
+        raise Problem(f"its {STATE_METHOD} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or logits.shape[2] < rows:
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise Problem(
+            f"its {STATE_METHOD} returns {shape} for ids {list(ids.shape)}; expected logits "
+            "(1, positions, vocabulary) and the state"
+        )
+    return logits[..., :rows].float(), state
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

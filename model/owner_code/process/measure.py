@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitd.model.owner_code.process.call import Caller, random_ids, with_other_last_id
+from logitd.model.owner_code.process.call import (
+    STATE_METHOD,
+    Caller,
+    random_ids,
+    with_other_last_id,
+    with_state,
+)
 from logitd.model.owner_code.process.define import PARENTS
 from logitd.model.owner_code.process.hooks import INPUT, visiting
 from logitd.model.owner_code.process.problem import Problem
-from logitd.model.owner_code.process.state import STATE_METHOD, with_state
 
 LONGEST_TRIED = 4096
 """Length of the longest sequence to try if the context length is unknown."""
@@ -84,25 +89,21 @@ def measure(
 def vocabulary_rows(caller: Caller) -> int:
     """The number of ids: the number of logits per position or the number of rows of the token
     embedding, whichever is smaller. Raises Problem."""
-    embeddings: list[nn.Embedding] = []
-
-    def note(module: nn.Module, arguments: Any) -> None:
-        given = arguments[0] if arguments else None
-        if isinstance(given, Tensor) and given.numel() == 2 and bool((given == 1).all()):
-            assert isinstance(module, nn.Embedding)
-            embeddings.append(module)
-
-    handles = [
-        module.register_forward_pre_hook(note)
-        for module in caller.model.modules()
+    rows = {
+        f"{name}{INPUT}": module.num_embeddings
+        for name, module in caller.model.named_modules()
         if isinstance(module, nn.Embedding)
-    ]
-    try:
+    }
+    called = list[str]()
+
+    def note(name: str, value: Tensor) -> Tensor:
+        if value.numel() == 2 and bool((value == 1).all()):
+            called.append(name)
+        return value
+
+    with visiting(caller.model, list(rows), note):
         width = caller.width(torch.ones(1, 2, dtype=torch.long))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return min([width, *(embedding.num_embeddings for embedding in embeddings[:1])])
+    return min([width, *(rows[name] for name in called[:1])])
 
 
 def context_length(caller: Caller, rows: int, given: int | None) -> int:
@@ -158,7 +159,7 @@ def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, An
     each position: the shape is (1, T, ...) for any T."""
     names = [name for name, _ in caller.model.named_modules() if STAGE_NAME.fullmatch(name)]
     lengths = sorted({max(1, length - 1), length})
-    seen = [outputs(caller, rows, names, count) for count in lengths]
+    seen = [outputs(caller, random_ids(1, count, rows), rows, names)[0] for count in lengths]
     kinds = {name: type(module).__name__ for name, module in caller.model.named_modules()}
     for name, values in seen[-1].items():
         shapes = [
@@ -173,20 +174,19 @@ def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, An
 
 
 def outputs(
-    caller: Caller, rows: int, names: Sequence[str], length: int
-) -> dict[str, list[Tensor]]:
-    """The outputs of the named submodules during one call of the model. The submodules are in the
-    order in which they are called."""
+    caller: Caller, ids: Tensor, rows: int, names: Sequence[str]
+) -> tuple[dict[str, list[Tensor]], Tensor]:
+    """The values of the named stages during one call of the model, in the order in which the
+    submodules are called, and the logits."""
     found: dict[str, list[Tensor]] = {}
 
     def note(name: str, value: Tensor) -> Tensor:
-        if caller.length == length:
+        if caller.length == ids.shape[1]:
             found.setdefault(name, []).append(value.detach())
         return value
 
     with visiting(caller.model, names, note):
-        caller.logits(random_ids(1, length, rows), rows)
-    return found
+        return found, caller.logits(ids, rows)
 
 
 def find_streams(
@@ -214,18 +214,10 @@ def find_streams(
         raise Problem("--lens-norm needs a list of blocks; the model has no numbered submodules")
     blocks = max(by_list.values(), key=len)
     streams = [blocks[0] + INPUT, *blocks]
-    found: dict[str, Tensor] = {}
-
-    def note(name: str, value: Tensor) -> Tensor:
-        if caller.length == ids.shape[1]:
-            found[name] = value
-        return value
-
-    with torch.no_grad(), visiting(caller.model, streams, note):
-        logits = caller.logits(ids, rows)
-    if len(found) < len(streams) or len({value.shape for value in found.values()}) != 1:
+    found, logits = outputs(caller, ids, rows, streams)
+    if len(found) < len(streams) or len({values[-1].shape for values in found.values()}) != 1:
         raise Problem(f"the lens would read {blocks[0]} to {blocks[-1]}, but their shapes differ")
-    read = lens_logits(caller.model, lens, found[blocks[-1]], rows)
+    read = lens_logits(caller.model, lens, found[blocks[-1]][-1], rows)
     if (off := difference(read, logits)) > TOLERANCE:
         raise Problem(
             f"{lens[1]}({lens[0]}(x)), where x is the output of {blocks[-1]}, differs from the "

@@ -1,7 +1,8 @@
-"""Wire: exchanges frames between the two processes. A frame is a JSON object followed by raw bytes.
+"""Wire: exchanges frames between the two processes. A frame is a JSON object and an array.
 
-A frame begins with the lengths of both parts (8 bytes each, little-endian). The raw bytes are an
-array of float32 or int64 in C order; the JSON object contains the shape of the array.
+A frame begins with the lengths of its two parts (8 bytes each, little-endian). The first part is a
+JSON list: the object, the dtype of the array ("float32" or "int64") and its shape. The second part
+is the array in C order. A frame without an array has an empty one.
 """
 
 import json
@@ -17,6 +18,7 @@ from torch import Tensor
 HEAD = struct.Struct("<QQ")
 JSON_BYTES, PAYLOAD_BYTES = 2**24, 2**36
 """Maximum sizes of the two parts of a frame, in bytes."""
+DTYPES = {"float32": torch.float32, "int64": torch.int64}
 
 
 class Wire:
@@ -27,14 +29,14 @@ class Wire:
 
     def send(self, header: Mapping[str, Any], array: Tensor | None = None) -> None:
         """Send a frame. Raises OSError if the other process has ended."""
-        text = json.dumps(header).encode()
-        payload = memoryview(b"")
-        if array is not None:
-            payload = memoryview(array.detach().contiguous().numpy().data).cast("B")
-        self._end.sendall(HEAD.pack(len(text), len(payload)) + text)
-        self._end.sendall(payload)
+        array = torch.empty(0) if array is None else array.detach().contiguous()
+        dtype = str(array.dtype).removeprefix("torch.")
+        text = json.dumps([header, dtype, list(array.shape)]).encode()
+        self._end.sendall(HEAD.pack(len(text), array.nbytes) + text)
+        if array.numel():
+            self._end.sendall(memoryview(array.numpy().data).cast("B"))
 
-    def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], bytearray]:
+    def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], Tensor]:
         """Receive a frame. Raises EOFError if the other process has ended, TimeoutError after
         `seconds`, and ValueError for an invalid frame."""
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -44,10 +46,14 @@ class Wire:
                 f"a frame is too large: {text_bytes} bytes of text and {payload_bytes} bytes of "
                 "payload"
             )
-        header = json.loads(self._take(text_bytes, deadline))
-        if not isinstance(header, dict):
-            raise ValueError("a frame without a JSON object")
-        return header, self._take(payload_bytes, deadline)
+        text, payload = (self._take(count, deadline) for count in (text_bytes, payload_bytes))
+        try:
+            header, dtype, shape = json.loads(text)
+            empty = torch.empty(0, dtype=DTYPES[dtype])
+            array = torch.frombuffer(payload, dtype=empty.dtype) if payload else empty
+            return dict(header), array.view(shape)
+        except (TypeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"an invalid frame: {error}") from error
 
     def close(self) -> None:
         self._end.close()
@@ -63,15 +69,3 @@ class Wire:
                 raise EOFError
             rest = rest[taken:]
         return whole
-
-
-def floats(payload: bytearray, shape: list[int]) -> Tensor:
-    """The float32 array in a frame's raw bytes. Raises ValueError if the number of elements does
-    not fit the shape."""
-    flat = torch.frombuffer(payload, dtype=torch.float32) if payload else torch.empty(0)
-    try:
-        return flat.view(shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"an array has {flat.numel()} elements, which do not fit the shape {shape}"
-        ) from error

@@ -11,7 +11,7 @@ from logitd.model.checkpoint.checkpoint import (
 )
 from logitd.model.convert.by_code import CodeOptions, code_sha256, import_by_code
 from logitd.model.convert.by_role.map_file import read_map_file
-from logitd.model.convert.by_role.owner_code import parse_owner_code
+from logitd.model.convert.by_role.owner_code import OwnerCode, parse_owner_code
 from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
@@ -75,8 +75,7 @@ def _imported(settings: ImportSettings) -> CheckpointInfo:
         roles=RoleOptions(
             answers=settings.answers(),
             map_file=None if settings.map is None else read_map_file(settings.map),
-            code=settings.code,
-            code_call=settings.code_call,
+            code=None if settings.code is None else _code(settings),
             draft=draft_of(settings.destination),
         ),
         check=settings.check,
@@ -86,12 +85,11 @@ def _imported(settings: ImportSettings) -> CheckpointInfo:
 
 
 def _by_code(settings: ImportSettings) -> CheckpointInfo:
-    assert settings.code is not None
     norm, head = settings.lens_norm, settings.lens_head
     if (norm is None) != (head is None):
         raise ConvertError("a lens needs both --lens-norm and --lens-head: give both or neither")
     options = CodeOptions(
-        code=parse_owner_code(settings.code, settings.code_call),
+        code=_code(settings),
         answers=settings.answers(),
         tokenizer=settings.tokenizer,
         dtype=settings.dtype,
@@ -101,6 +99,11 @@ def _by_code(settings: ImportSettings) -> CheckpointInfo:
         lens=None if norm is None or head is None else (norm, head),
     )
     return import_by_code(settings.source, settings.destination, options, log=say)
+
+
+def _code(settings: ImportSettings) -> OwnerCode:
+    assert settings.code is not None
+    return parse_owner_code(settings.code, settings.code_call)
 
 
 def for_serving(
@@ -167,8 +170,7 @@ def _require_same(settings: ImportSettings) -> None:
     source, destination = settings.source, settings.destination
     code = None
     if settings.by_code:
-        assert settings.code is not None
-        code = code_sha256(parse_owner_code(settings.code, settings.code_call))
+        code = code_sha256(_code(settings))
     data = read_checkpoint(destination).training.data
     if data.get("fingerprint") != fingerprint(source):
         what = str(source)

@@ -139,7 +139,7 @@ def test_gguf_objections_are_added_to_the_line() -> None:
     assert hf_objections(scaled, byte_tokenizer()) == []
     described = describe(scaled, merging_tokenizer())
     assert described.startswith(
-        "export: --to hf writes this model, as Llama, and --to gguf does not: "
+        "export: --to hf writes this model, as llama, and --to gguf does not: "
     )
     assert "rope_scaling" in described
     assert "--pre" not in described

@@ -1,6 +1,7 @@
 """Layouts of weights: weights that are written and read again are unchanged, and rows and channels
 are in the documented order."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,9 @@ from logitd.model.convert import layouts
 from logitd.model.convert.foreign import ConvertError, StateDictReader
 from logitd.model.convert.layouts import (
     Layout,
-    half_split,
-    head_by_head,
-    neighbors_turn,
     read_weights,
     tie_if_equal,
+    turning_first,
     write_weights,
 )
 from logitd.model.transformer.shapes import MODERN
@@ -34,8 +33,7 @@ GROUPED = {**MODERN, "value_embeddings": False, "n_kv_head": 2, "qk_norm": True}
         (layouts.NEOX, {**ROTARY, "rotary_dim": 4}),
         (layouts.LLAMA, GROUPED),
         (layouts.LITGPT, {**ROTARY, "rotary_dim": 4, "n_kv_head": 2, "qk_norm": True}),
-        (layouts.GGUF_GPT2, {}),
-        (layouts.GGUF_LLAMA, GROUPED),
+        (replace(layouts.LLAMA, channels=layouts.evens_first), GROUPED),
     ],
 )
 def test_written_weights_are_read_unchanged(layout: Layout, changes: dict[str, Any]) -> None:
@@ -89,7 +87,7 @@ def test_more_layers_than_tensors_are_refused() -> None:
 def test_channels_that_turn_lead_each_half(pairs: tuple[int, int]) -> None:
     turning, half = pairs
     config = tiny_config(positions="rotary", head_dim=2 * half, rotary_dim=2 * turning)
-    order = half_split(config)
+    order = turning_first(config)
     assert sorted(order) == [*range(2 * half)]
     assert order[:turning] == [*range(turning)]
     assert order[half : half + turning] == [*range(turning, 2 * turning)]
@@ -101,7 +99,7 @@ def test_fused_heads_are_separated() -> None:
     """The fused rows are ordered by head: six channels each of query, key and value."""
     config = tiny_config(positions="rotary", n_head=2, d_model=12, rotary_dim=2)
     order = [0, 2, 3, 1, 4, 5]
-    assert head_by_head(config)["qkv"].tolist() == [
+    assert layouts.NEOX.rows(config)["qkv"].tolist() == [
         18 * head + 6 * part + channel
         for part in range(3)
         for head in range(2)
@@ -111,6 +109,6 @@ def test_fused_heads_are_separated() -> None:
 
 def test_neighbors_are_the_halves_of_a_head() -> None:
     config = tiny_config(positions="rotary", n_head=2, d_model=12)
-    theirs = neighbors_turn(config)["qkv"].argsort().tolist()
+    theirs = layouts.LLAMA2C.rows(config)["qkv"].argsort().tolist()
     assert theirs[:12] == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
     assert theirs[24:] == [*range(24, 36)]

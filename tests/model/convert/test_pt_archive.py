@@ -16,8 +16,6 @@ from logitd.model.convert.pt_archive import REPEATED_BYTES
 from logitd.model.convert.pt_file import read_pt
 from tests.model.convert.theirs import their_model
 
-KEEP = "model.state_dict()"
-
 
 def state() -> dict[str, torch.Tensor]:
     """Tensors of several sizes and dtypes. Two have the same size, and two share one storage."""
@@ -56,7 +54,7 @@ def test_repacked_archive_has_the_same_values(kind: int, tmp_path: Path) -> None
     model was imported."""
     torch.save(state(), tmp_path / "m.pt")
     packed_again(tmp_path / "m.pt", lambda name, content: content, kind)
-    assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), state())
+    assert_same(read_pt(tmp_path / "m.pt"), state())
 
 
 @given(index=st.integers(0, 4), share=st.floats(0, 0.99))
@@ -71,7 +69,7 @@ def test_short_values_do_not_read_into_the_next_file(
 
     packed_again(path, cut, zipfile.ZIP_STORED)
     with pytest.raises(ConvertError, match="damaged"):
-        read_pt(path, keep=KEEP)
+        read_pt(path)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -82,17 +80,17 @@ def test_shape_larger_than_the_file_is_refused(old: bool, tmp_path: Path) -> Non
     torch.save({"model": repeated}, path, _use_new_zipfile_serialization=not old)
     sentence = r"model\.weight has the shape \(1048576, 1048576\), which takes 4,398,046,511,104 b"
     with pytest.raises(ConvertError, match=sentence):
-        read_pt(path, keep=KEEP)
+        read_pt(path)
 
 
 def test_masks_may_share_storage(tmp_path: Path) -> None:
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).expand(32, 1, 64, 64)
     assert mask.numel() < REPEATED_BYTES
     torch.save({"mask": mask}, tmp_path / "m.pt")
-    assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), {"mask": mask})
+    assert_same(read_pt(tmp_path / "m.pt"), {"mask": mask})
 
 
 def test_file_of_a_real_model_is_read(tmp_path: Path) -> None:
     weights = their_model("llama").state_dict()
     torch.save(weights, tmp_path / "m.pt")
-    assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), dict(weights))
+    assert_same(read_pt(tmp_path / "m.pt"), dict(weights))

@@ -22,7 +22,6 @@ from torch import nn
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_plain_pickle, read_pt
 
-KEEP = "model.state_dict()"
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(2)}
 
 
@@ -77,17 +76,17 @@ def assert_is_state(tensors: Any) -> None:
 def test_dictionaries_of_tensors_and_plain_values_are_read(old: bool, tmp_path: Path) -> None:
     """Files that were saved before torch 1.6 are not zip archives."""
     value = {"model": STATE, "step": 3, "nested": {"list": [1, "x", None], "flag": True}}
-    loaded = read_pt(saved(tmp_path / "m.pt", value, old=old), keep=KEEP)
+    loaded = read_pt(saved(tmp_path / "m.pt", value, old=old))
     assert_is_state(loaded.pop("model"))
     assert loaded == {"step": 3, "nested": {"list": [1, "x", None], "flag": True}}
 
 
 def test_new_pickle_protocol_is_not_reported_as_code(tmp_path: Path) -> None:
     torch.save({"model": STATE}, tmp_path / "m.pt", pickle_protocol=3)
-    assert_is_state(read_pt(tmp_path / "m.pt", keep=KEEP)["model"])
+    assert_is_state(read_pt(tmp_path / "m.pt")["model"])
     torch.save({"model": STATE}, tmp_path / "m.pt", pickle_protocol=4)
     with pytest.raises(ConvertError, match=r"damaged, or .*protocol.* torch\.save\(") as refusal:
-        read_pt(tmp_path / "m.pt", keep=KEEP)
+        read_pt(tmp_path / "m.pt")
     assert "code" not in str(refusal.value)
 
 
@@ -104,7 +103,7 @@ def test_new_pickle_protocol_is_not_reported_as_code(tmp_path: Path) -> None:
 def test_configurations_of_any_class_are_read_as_their_values(
     config: Any, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    loaded = read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": config}), keep=KEEP)
+    loaded = read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": config}))
     assert loaded["config"] == values
     assert_is_state(loaded["model"])
 
@@ -117,7 +116,7 @@ def test_configurations_of_any_class_are_read_as_their_values(
 )  # fmt: skip
 def test_other_saved_objects_do_not_hide_weights(value: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"model": STATE, "best": value, "step": 5})
-    loaded = read_pt(path, keep=KEEP)
+    loaded = read_pt(path)
     assert_is_state(loaded["model"])
     assert loaded["step"] == 5
 
@@ -127,8 +126,8 @@ def test_dictionaries_of_other_classes_are_refused_by_name(value: Any, tmp_path:
     """torch's weights-only reader fills only dict, OrderedDict and Counter."""
     path = saved(tmp_path / "m.pt", {"model": STATE, "config": value})
     name = f"{type(value).__module__}.{type(value).__name__}"
-    with pytest.raises(ConvertError, match=rf"m\.pt holds {name}.* torch\.save\({KEEP[:5]}"):
-        read_pt(path, keep=KEEP)
+    with pytest.raises(ConvertError, match=rf"m\.pt holds {name}.* torch\.save\(model"):
+        read_pt(path)
 
 
 def test_class_of_a_configuration_is_not_imported(
@@ -149,14 +148,14 @@ def test_class_of_a_configuration_is_not_imported(
     (tmp_path / "gone_project.py").write_text(
         "open('imported', 'w').close()\nclass GPTConfig: pass"
     )
-    loaded = read_pt(tmp_path / "m.pt", keep=KEEP)
+    loaded = read_pt(tmp_path / "m.pt")
     assert loaded["config"] == {"n_head": 8}
     assert "gone_project" not in sys.modules
     assert not Path("imported").exists()
 
 
 def test_reading_leaves_no_class_allowed(tmp_path: Path) -> None:
-    read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": OwnConfig()}), keep=KEEP)
+    read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": OwnConfig()}))
     allowed = torch.serialization.get_safe_globals()
     assert not [entry for entry in allowed if "Attributes" in repr(entry)]
     with pytest.raises(pickle.UnpicklingError, match="OwnConfig"):
@@ -189,7 +188,7 @@ def test_no_code_of_a_hostile_file_runs(
     pickled.write_bytes(pickle.dumps(Exploding(*call)))
     for path in (tmp_path / "m.pt", pickled):
         with contextlib.suppress(ConvertError):
-            assert_is_state(read_pt(path, keep=KEEP)["model"])
+            assert_is_state(read_pt(path)["model"])
     assert not Path("exploded").exists()
 
 
@@ -210,7 +209,7 @@ def test_pickled_module_is_refused_with_the_line_that_saves_its_weights(
 ) -> None:
     saved(tmp_path / "whole.pt", OwnModule(), old=old)
     with pytest.raises(ConvertError) as refusal:
-        read_pt(tmp_path / "whole.pt", keep=KEEP)
+        read_pt(tmp_path / "whole.pt")
     message = str(refusal.value)
     assert "is a whole pickled module (" in message
     assert f"{__name__}.OwnModule" in message
@@ -226,24 +225,24 @@ def test_suggested_line_saves_the_weights(tmp_path: Path, monkeypatch: pytest.Mo
     module = OwnModule()
     (tmp_path / "gpt.pkl").write_bytes(pickle.dumps(module))
     with pytest.raises(ConvertError, match="is a whole pickled module") as refusal:
-        read_pt(tmp_path / "gpt.pkl", keep=KEEP)
+        read_pt(tmp_path / "gpt.pkl")
     line = str(refusal.value).partition("save only the weights: ")[2]
     exec(line, {"torch": torch, "pickle": pickle})
-    loaded = read_pt(tmp_path / "gpt-weights.pt", keep=KEEP)
+    loaded = read_pt(tmp_path / "gpt-weights.pt")
     assert torch.equal(loaded["linear.weight"], module.linear.weight)
 
 
 def test_module_next_to_the_weights_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "both.pt", {"state": STATE, "model": OwnModule()})
     with pytest.raises(ConvertError, match=r"OwnModule.*torch\.save\("):
-        read_pt(path, keep=KEEP)
+        read_pt(path)
 
 
 def test_file_without_a_dictionary_is_refused(tmp_path: Path) -> None:
     for value, kind in (([1, 2], "list"), (torch.ones(3), "Tensor"), (3, "int")):
         path = saved(tmp_path / "m.pt", value)
         with pytest.raises(ConvertError, match=f"m.pt holds a {kind}, not a dictionary of tensors"):
-            read_pt(path, keep=KEEP)
+            read_pt(path)
 
 
 def halved(raw: bytes) -> bytes:
@@ -287,28 +286,28 @@ def test_damaged_files_have_distinct_errors(
     path = saved(tmp_path / "m.pt", {"model": STATE, "step": 3}, old=old)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConvertError, match=rf"m\.pt .*({sentence})"):
-        read_pt(path, keep=KEEP)
+        read_pt(path)
 
 
 def test_plain_pickle_is_reported_as_such(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     path.write_bytes(pickle.dumps({"stoi": {"a": 0}}))
-    with pytest.raises(ConvertError, match=rf"is a pickle that torch\.save did not write.*"
-                                           rf"{KEEP[:5]}.*, 'm-weights\.pt'\)"):  # fmt: skip
-        read_pt(path, keep=KEEP)
+    with pytest.raises(ConvertError, match=r"is a pickle that torch\.save did not write.*"
+                                           r"model.*, 'm-weights\.pt'\)"):  # fmt: skip
+        read_pt(path)
 
 
 def test_other_zip_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
         archive.writestr("readme.txt", "no model")
     with pytest.raises(ConvertError, match=r"m\.pt"):
-        read_pt(tmp_path / "m.pt", keep=KEEP)
+        read_pt(tmp_path / "m.pt")
 
 
 def test_file_that_is_missing_is_named(tmp_path: Path) -> None:
     for path, problem in ((tmp_path / "none.pt", "does not exist"), (tmp_path, "is a directory")):
         with pytest.raises(ConvertError, match=f"{path} {problem}"):
-            read_pt(path, keep=KEEP)
+            read_pt(path)
 
 
 # Meta files.
@@ -334,5 +333,5 @@ def test_archive_with_a_broken_list_is_not_passed_to_torch(tmp_path: Path) -> No
     torch.save({"weight": torch.zeros(3)}, path)
     path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PK\x01\x03"))
     with pytest.raises(ConvertError, match="truncated or damaged zip archive") as caught:
-        read_pt(path, keep="model.state_dict()")
+        read_pt(path)
     assert isinstance(caught.value.__cause__, zipfile.BadZipFile)

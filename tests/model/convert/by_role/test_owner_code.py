@@ -67,7 +67,7 @@ def test_owner_code_answers_all_questions(write: Write) -> None:
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)
-    options = RoleOptions(code=f"{code.file}:{code.expression}")
+    options = RoleOptions(code=code)
     read = read_by_role(recognize_file(state_file(model), options))
     assert read.config.activation == "gelu_tanh"
     assert (read.config.n_head, read.config.final_norm) == (4, True)
@@ -107,7 +107,7 @@ def test_endless_code_is_stopped(write: Write, book: nn.Module) -> None:
     code = write(
         "import time\n\n\nclass GPT(Base):\n    def __init__(self, cfg):\n        time.sleep(600)\n"
     )
-    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not finish within 3 seconds"):
+    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not answer within 3 seconds"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS, timeout=3)
 
 
@@ -119,7 +119,9 @@ def test_dead_process_is_reported_with_its_stderr(write: Write, book: nn.Module)
         "        import os, sys\n        print('no memory left', file=sys.stderr, flush=True)\n"
         "        os._exit(9)\n"
     )
-    with pytest.raises(ConvertError, match=r"gpt\.py:GPT ended with status 9 .* no memory left"):
+    with pytest.raises(
+        ConvertError, match=r"process of gpt\.py:GPT ended with status 9: no memory left"
+    ):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitd.model.convert.by_role.ngrams import ngram_nats
 from logitd.model.convert.by_role.objective import (
     CheckText,
     LogitsObjective,
@@ -223,7 +224,8 @@ def test_windows_cover_a_text_from_end_to_end() -> None:
 
 
 def test_frequencies_are_those_of_the_text() -> None:
-    objective = TextObjective("text", torch.tensor([[0, 0, 1, 2]]), distinct=3)
+    windows = torch.tensor([[0, 0, 1, 2]])
+    objective = TextObjective("text", windows, 3, ngram_nats([0, 0, 1, 2], 3))
     assert objective.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
 
 

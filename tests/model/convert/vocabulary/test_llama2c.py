@@ -82,10 +82,10 @@ def test_other_file_is_refused_as_a_tokenizer() -> None:
 def test_named_alphabet_is_a_vocabulary() -> None:
     for name, texts in (("printable", string.printable), ("ascii", bytes(range(32, 127)).decode())):
         candidate = named_vocabulary(f"{name},first=2", ids=len(texts) + 2, skip_normalizer=False)
-        tokenizer = candidate.vocabulary.tokenizer
+        tokenizer = candidate.tokenizer
         assert tokenizer.encode("a b") == [2 + texts.index(letter) for letter in "a b"]
         assert tokenizer.vocab_size == len(texts) + 2
-    whole = named_vocabulary("bytes,last=1", ids=257, skip_normalizer=False).vocabulary.tokenizer
+    whole = named_vocabulary("bytes,last=1", ids=257, skip_normalizer=False).tokenizer
     assert whole.encode("é\0") == [*"é".encode(), 0]
     assert whole.vocab_size == 257
 
