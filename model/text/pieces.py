@@ -9,18 +9,19 @@ with a space    each stored token begins with a space, which need not be in the 
                 applied to the result of `re.findall` or `str.split`. Decoding writes a space
                 before each word; encoding this text again returns the same ids
 
-A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped after
-`MOST_SECONDS`. `model/convert/vocabulary/words.py` chooses the pattern.
+A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped when
+a `SplitTime` is used up. `model/convert/vocabulary/words.py` chooses the pattern.
 """
 
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import regex
 
 MOST_SECONDS = 2.0
-"""Time limit, in seconds, for splitting one text by an unknown pattern."""
+"""Time limit, in seconds, for splitting the texts of one request by an unknown pattern."""
 
 JOINED_CUTS = (
     r"\w+|[^\w\s]|\s",
@@ -61,25 +62,40 @@ class UnknownPiece(ValueError):
     """Raised if a piece of a text is not a token; the message names the piece and its place."""
 
 
-def cut_in_time(pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[str]]:
-    """The matches of a pattern that may need exponential time. Raises UnknownPiece after
-    MOST_SECONDS."""
-    deadline, at = time.monotonic() + MOST_SECONDS, 0
-    try:
+class SplitTime:
+    """The time that is left to split texts by a pattern that may need exponential time."""
+
+    def __init__(self) -> None:
+        self._left = MOST_SECONDS
+
+    def cut(self, pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[str]]:
+        """The matches of a pattern. Raises UnknownPiece when the time is used up."""
+        at = 0
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:  # a quadratic pattern: each search is fast
-                raise TimeoutError
-            piece = pattern.search(text, at, concurrent=True, timeout=left)
+            with self.used() as left:
+                piece = pattern.search(text, at, concurrent=True, timeout=left)
             if piece is None:
                 return
             yield piece
             at = max(piece.end(), at + 1)
-    except TimeoutError as error:
-        raise UnknownPiece(
-            f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds for this "
-            "text: send a shorter text, or token ids"
-        ) from error
+
+    @contextmanager
+    def used(self) -> Iterator[float]:
+        """Use the time of a block, which gets the seconds that are left. Raises UnknownPiece if
+        none are left, or if the block raises TimeoutError."""
+        try:
+            if self._left <= 0:
+                raise TimeoutError
+            began = time.monotonic()
+            try:
+                yield self._left
+            finally:
+                self._left -= time.monotonic() - began
+        except TimeoutError as error:
+            raise UnknownPiece(
+                f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds, the "
+                "limit for all texts of a request together: send less text, or token ids"
+            ) from error
 
 
 class PieceEncoder:
@@ -97,11 +113,11 @@ class PieceEncoder:
         self._cut = re.compile(pattern)
         self._bounded = None if self.is_known else regex.compile(pattern)
 
-    def encode(self, text: str, at: int = 0) -> list[int]:
+    def encode(self, text: str, at: int, split_time: SplitTime) -> list[int]:
         """The ids of a part of a text; the part begins at character `at` of the text. Raises
         UnknownPiece."""
         ids, start = [], 0
-        for piece in self._pieces(text):
+        for piece in self._pieces(text, split_time):
             self._check_left_out(text[start : piece.start()], at + piece.start())
             bare = piece[0].removeprefix(" ") if self._spaced else piece[0]
             spelled = f" {bare}" if self._spaced else bare
@@ -112,11 +128,10 @@ class PieceEncoder:
         self._check_left_out(text[start:], at + len(text))
         return ids
 
-    def _pieces(self, text: str) -> Iterator[re.Match[str]]:
+    def _pieces(self, text: str, split_time: SplitTime) -> Iterator[re.Match[str]]:
         if self._bounded is None:
-            yield from self._cut.finditer(text)
-            return
-        yield from cut_in_time(self._bounded, text)
+            return self._cut.finditer(text)
+        return split_time.cut(self._bounded, text)
 
     def _check_left_out(self, between: str, end: int) -> None:
         """Raise UnknownPiece unless the text between two pieces is empty or, with spaced words,
