@@ -30,6 +30,10 @@ class ConvertError(ValueError):
     """Raised if a model cannot be imported or exported. The message gives the reason."""
 
 
+class UnusableTensor(ConvertError):
+    """Raised for a tensor that no model can use, whatever its role."""
+
+
 @contextmanager
 def naming(where: object) -> Iterator[None]:
     """Turn an error about a shape or a vocabulary into a ConvertError that names the source."""
@@ -95,17 +99,17 @@ class ForeignModel:
 
 
 def check_tensor(where: str, name: str, tensor: Tensor) -> None:
-    """Raise ConvertError unless a tensor is dense, of a float dtype, and finite."""
+    """Raise UnusableTensor unless a tensor is dense, of a float dtype, and finite."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "without values" if tensor.is_meta else "sparse"
-        raise ConvertError(f"{where}: {name} is {kind}; only dense tensors can be imported")
+        raise UnusableTensor(f"{where}: {name} is {kind}; only dense tensors can be imported")
     if tensor.dtype not in FLOATS:
-        raise ConvertError(
+        raise UnusableTensor(
             f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; only weights in "
             f"{', '.join(FLOATS.values())} can be imported, not quantized weights"
         )
     if not torch.isfinite(tensor).all():
-        raise ConvertError(f"{where}: {name} has NaN or infinite values")
+        raise UnusableTensor(f"{where}: {name} has NaN or infinite values")
 
 
 def finite_number(value: Any) -> float | None:
@@ -213,7 +217,9 @@ class Settings:
         integer."""
         value = self._first((name,), default)
         if type(value) is not int or value < 0:
-            raise ConvertError(f"{self._where}: {name} is {value!r}; expected an integer from 0 on")
+            raise ConvertError(
+                f"{self._where}: {name} is {value!r}; expected an integer, at least 0"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
