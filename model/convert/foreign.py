@@ -31,6 +31,10 @@ class ConvertError(ValueError):
     """Raised if a model cannot be imported or exported. The message gives the reason."""
 
 
+class UnusableTensor(ConvertError):
+    """Raised for a tensor that no model can use, whatever its role."""
+
+
 @contextmanager
 def naming(where: object) -> Iterator[None]:
     """Turn an error about a shape or a vocabulary into a ConvertError that names the source."""
@@ -98,17 +102,17 @@ class ForeignModel:
 
 
 def check_tensor(where: str, name: str, tensor: Tensor) -> None:
-    """Raise ConvertError unless a tensor is dense, of a float dtype, and finite."""
+    """Raise UnusableTensor unless a tensor is dense, of a float dtype, and finite."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "without values" if tensor.is_meta else "sparse"
-        raise ConvertError(f"{where}: {name} is {kind}; only dense tensors can be imported")
+        raise UnusableTensor(f"{where}: {name} is {kind}; only dense tensors can be imported")
     if tensor.dtype not in FLOATS:
-        raise ConvertError(
+        raise UnusableTensor(
             f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; only weights in "
             f"{', '.join(FLOATS.values())} can be imported, not quantized weights"
         )
     if not torch.isfinite(tensor).all():
-        raise ConvertError(f"{where}: {name} has NaN or infinite values")
+        raise UnusableTensor(f"{where}: {name} has NaN or infinite values")
 
 
 def finite_number(value: Any) -> float | None:
@@ -213,7 +217,7 @@ class Settings:
         integer."""
         value = self._first((name,), default)
         known = type(value) is int and value >= 0
-        return int(self._checked(name, value, known, "an integer from 0 on"))
+        return int(self._checked(name, value, known, "an integer, at least 0"))
 
     def number(self, name: str, default: float | None = None) -> float:
         """The value of a key, or the default. Raises ConvertError unless it is a finite number."""

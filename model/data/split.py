@@ -54,8 +54,8 @@ def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Spl
     lots, first, place = np.unique(every, return_index=True, return_inverse=True)  # ascending
     together = np.bincount(place, weights=sizes, minlength=len(lots))  # sizes of copies add up
     wanted = val_fraction * together.sum()
-    # A document whose end would be too short is held out whole, unless it is more than twice the
-    # share.
+    # A document whose end would be too short is not divided, unless the document and its copies are
+    # together at least twice as large as the share.
     long = sizes[first] * val_fraction >= SHORTEST_END
     divided = (long & (sizes[first] > wanted)) | (together >= 2 * wanted)
     whole, rest = lots[~divided], together[~divided]

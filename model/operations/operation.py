@@ -63,19 +63,20 @@ class Subject:
 
     max_elements    maximum number of elements of the arrays in the reply, counted as float32
     max_text_bytes  maximum size of a text that is decoded from ids, in bytes
+    tokenizer       the checkpoint's, with one time limit for all texts of the operation
     """
 
     checkpoint: CheckpointInfo
     max_elements: int | None = None
     max_text_bytes: int | None = None
+    tokenizer: Tokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokenizer", self.checkpoint.tokenizer.for_one_request())
 
     @property
     def config(self) -> ModelConfig:
         return self.checkpoint.shape
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.checkpoint.tokenizer
 
     @property
     def context_length(self) -> int:

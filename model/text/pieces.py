@@ -10,21 +10,20 @@ with a space    each stored token begins with a space, which need not be in the 
                 before each word; encoding this text again returns the same ids
 
 A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped when
-it has taken too long for the length of the text (`MOST_SECONDS`).
-`model/convert/vocabulary/words.py` chooses the pattern.
+a `SplitTime` is used up. `model/convert/vocabulary/words.py` chooses the pattern.
 """
 
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import regex
 
 TIMED_CHARACTERS = 100_000
 MOST_SECONDS = 2.0
-"""Time limit for splitting TIMED_CHARACTERS characters of a text, or a shorter text, by an unknown
-pattern. It counts seconds of the thread's processor time, so other programs do not decide whether a
-text is accepted."""
+"""Time limit for splitting texts by an unknown pattern, in seconds. It counts the thread's processor
+time, so other programs do not decide whether a text is accepted."""
 
 JOINED_CUTS = (
     r"\w+|[^\w\s]|\s",
@@ -65,26 +64,42 @@ class UnknownPiece(ValueError):
     """Raised if a piece of a text is not a token; the message names the piece and its place."""
 
 
-def cut_in_time(pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[str]]:
-    """The matches of a pattern that may need exponential time. Raises UnknownPiece if it takes more
-    than MOST_SECONDS for each TIMED_CHARACTERS characters."""
-    limit = MOST_SECONDS * max(1.0, len(text) / TIMED_CHARACTERS)
-    deadline, at = time.thread_time() + limit, 0
-    try:
+class SplitTime:
+    """The time that is left to split texts by a pattern that may need exponential time."""
+
+    def __init__(self, characters: int = 0) -> None:
+        """MOST_SECONDS, or MOST_SECONDS for each TIMED_CHARACTERS of that many characters if this
+        is longer."""
+        self._limit = self._left = MOST_SECONDS * max(1.0, characters / TIMED_CHARACTERS)
+
+    def cut(self, pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[str]]:
+        """The matches of a pattern. Raises UnknownPiece when the time is used up."""
+        at = 0
         while True:
-            left = deadline - time.thread_time()
-            if left <= 0:  # a quadratic pattern: each search is fast
-                raise TimeoutError
-            piece = pattern.search(text, at, concurrent=True, timeout=left)
+            with self.used() as left:
+                piece = pattern.search(text, at, concurrent=True, timeout=left)
             if piece is None:
                 return
             yield piece
             at = max(piece.end(), at + 1)
-    except TimeoutError as error:
-        raise UnknownPiece(
-            f"the vocabulary's split pattern takes more than {limit:g} seconds for a text of "
-            f"{len(text):,} characters: use a shorter text, or token ids"
-        ) from error
+
+    @contextmanager
+    def used(self) -> Iterator[float]:
+        """Use the time of a block, which gets the seconds that are left. Raises UnknownPiece if
+        none are left, or if the block raises TimeoutError."""
+        try:
+            if self._left <= 0:
+                raise TimeoutError
+            began = time.thread_time()
+            try:
+                yield self._left
+            finally:
+                self._left -= time.thread_time() - began
+        except TimeoutError as error:
+            raise UnknownPiece(
+                f"the vocabulary's split pattern takes more than {self._limit:g} seconds, the limit "
+                "for all texts of a request together: use less text, or token ids"
+            ) from error
 
 
 class PieceEncoder:
@@ -102,11 +117,11 @@ class PieceEncoder:
         self._cut = re.compile(pattern)
         self._bounded = None if self.is_known else regex.compile(pattern)
 
-    def encode(self, text: str, at: int = 0) -> list[int]:
+    def encode(self, text: str, at: int, split_time: SplitTime) -> list[int]:
         """The ids of a part of a text; the part begins at character `at` of the text. Raises
         UnknownPiece."""
         ids, start = [], 0
-        for piece in self._pieces(text):
+        for piece in self._pieces(text, split_time):
             self._check_left_out(text[start : piece.start()], at + piece.start())
             bare = piece[0].removeprefix(" ") if self._spaced else piece[0]
             spelled = f" {bare}" if self._spaced else bare
@@ -117,11 +132,10 @@ class PieceEncoder:
         self._check_left_out(text[start:], at + len(text))
         return ids
 
-    def _pieces(self, text: str) -> Iterator[re.Match[str]]:
+    def _pieces(self, text: str, split_time: SplitTime) -> Iterator[re.Match[str]]:
         if self._bounded is None:
-            yield from self._cut.finditer(text)
-            return
-        yield from cut_in_time(self._bounded, text)
+            return self._cut.finditer(text)
+        return split_time.cut(self._bounded, text)
 
     def _check_left_out(self, between: str, end: int) -> None:
         """Raise UnknownPiece unless the text between two pieces is empty or, with spaced words,

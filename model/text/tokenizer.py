@@ -15,7 +15,8 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -25,7 +26,7 @@ import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from logitd.model.text.added_tokens import AddedTokens, Flag, end_of_space
-from logitd.model.text.pieces import PieceEncoder, UnknownPiece, cut_in_time, word_spans
+from logitd.model.text.pieces import PieceEncoder, SplitTime, UnknownPiece, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -199,6 +200,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"end_ids has {wrong[0]}, outside the vocabulary of {self.vocab_size} ids"
             )
+        self._split_time: SplitTime | None = None
         self._encoding = self._byte_pairs() if kind == "bpe" else None
         self._pieces = self._whole_pieces() if kind in ("pieces", "words") else None
         # Unused ids of a published encoding have no bytes, nor has any id of kind "none".
@@ -258,6 +260,15 @@ class Tokenizer:
             return self._pieces.is_known
         return self.pattern in KNOWN_PATTERNS or not self.has_text
 
+    def for_one_request(self) -> Self:
+        """This tokenizer, with one limit on the time to split all texts. Otherwise each text has a
+        limit, which grows with its length."""
+        if self.cuts_in_time:
+            return self
+        limited = copy(self)
+        limited._split_time = SplitTime()
+        return limited
+
     @property
     def end_of_text(self) -> int | None:
         """The id that ends a document; None if the vocabulary has no such id."""
@@ -269,30 +280,29 @@ class Tokenizer:
         vocabulary lacks, and NoVocabularyError if there is no vocabulary."""
         if self.kind == "none":
             raise NoVocabularyError
+        split_time = self._split_time or SplitTime(len(text))
         if not special_ids and not self.added_tokens:
-            return self._encode_ordinary(text, 0)
+            return self._encode_ordinary(text, 0, split_time)
         ids = list[int]()
         for cut in self.added.split(text, text if special_ids else ""):
             if cut.token_id is None:
-                ids += self._encode_ordinary(text[cut.start : cut.end], cut.start)
+                ids += self._encode_ordinary(text[cut.start : cut.end], cut.start, split_time)
             else:
                 ids.append(cut.token_id)
         return ids
 
-    def _encode_ordinary(self, text: str, at: int) -> list[int]:
+    def _encode_ordinary(self, text: str, at: int, split_time: SplitTime) -> list[int]:
         """The ids of a part of a text. The part contains no added tokens and begins at character
         `at`."""
-        if self._pieces is not None:
-            try:
-                return self._pieces.encode(text, at)
-            except UnknownPiece as error:
-                raise TokenizerError(str(error)) from error
-        assert self._encoding is not None
-        self._try_pattern(text)
-        with self._translated_panics():
-            ids = self._encoding.encode_ordinary(text)
+        try:
+            if self._pieces is not None:
+                return self._pieces.encode(text, at, split_time)
+            ids = self._byte_pair_ids(text, split_time)
+        except UnknownPiece as error:
+            raise TokenizerError(str(error)) from error
         self._check_complete(ids, at)
         if self.pattern not in KNOWN_PATTERNS:
+            assert self._encoding is not None
             kept, whole = len(self._encoding.decode_bytes(ids)), len(text.encode(errors="replace"))
             if kept < whole:
                 raise TokenizerError(
@@ -301,16 +311,19 @@ class Tokenizer:
                 )
         return ids
 
-    def _try_pattern(self, text: str) -> None:
-        """Raise TokenizerError if an unknown pattern takes too long for this text. tiktoken cannot
-        be stopped, so a long text is first split with `regex`, which has a time limit."""
-        if self.pattern in KNOWN_PATTERNS or len(text) <= TRIED_LENGTH:
-            return
-        try:
-            for _ in cut_in_time(regex.compile(self.pattern), text):
-                pass
-        except (regex.error, UnknownPiece) as error:
-            raise TokenizerError(str(error)) from error
+    def _byte_pair_ids(self, text: str, split_time: SplitTime) -> list[int]:
+        """The ids of a text. Raises UnknownPiece if an unknown pattern takes too long. tiktoken
+        cannot be stopped, so a long text is first split with `regex`, which has a time limit."""
+        assert self._encoding is not None
+        is_known = self.pattern in KNOWN_PATTERNS
+        if not is_known and len(text) > TRIED_LENGTH:
+            try:
+                for _ in split_time.cut(regex.compile(self.pattern), text):
+                    pass
+            except regex.error as error:
+                raise TokenizerError(str(error)) from error
+        with nullcontext() if is_known else split_time.used(), self._translated_panics():
+            return self._encoding.encode_ordinary(text)
 
     @contextmanager
     def _translated_panics(self) -> Iterator[None]:

@@ -22,7 +22,11 @@ from click.shell_completion import get_completion_class
 
 from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
-from logitd.service.cli.interrupts import INTERRUPTED, quits_when_interrupted
+from logitd.service.cli.interrupts import (
+    INTERRUPTED,
+    cleans_up_when_terminated,
+    quits_when_interrupted,
+)
 from logitd.service.cli.settings_command import CONTEXT, SettingsCommand
 from logitd.service.cli.terminal import say, tell
 
@@ -177,7 +181,8 @@ def completion(shell: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
     try:
-        code = run(sys.argv[1:] if arguments is None else arguments)
+        with cleans_up_when_terminated():
+            code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:  # in a command that does not handle it
         code = INTERRUPTED

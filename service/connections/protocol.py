@@ -28,6 +28,7 @@ from logitd.service.connections.open_connections import EvictionClass, OpenConne
 from logitd.service.connections.reading import Reading, ReadState, ReplyProgress, tcp_info
 from logitd.service.connections.refusals import (
     headers_too_large,
+    not_a_path,
     too_many_connections,
     too_slow,
     whole_reply,
@@ -262,6 +263,8 @@ class Connection(HttpToolsProtocol):
                 rest = self._without_upgrade() + rest[stopped.args[0] :]
             except httptools.HttpParserError as error:
                 message = f"this is not an HTTP/1.1 request: {error}"
+                if isinstance(error.__context__, httptools.HttpParserInvalidURLError):
+                    message = not_a_path(self.url)
                 refusal = ApiError(400, "invalid_request_error", message)
                 self._refuse(refusal, ConnectionEnd.NOT_HTTP)
                 return

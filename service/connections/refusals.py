@@ -4,6 +4,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from logitd.model.operations.prompts import clip
 from logitd.service.connections.reading import MAX_HEADER_BYTES, MIN_BYTES_PER_SECOND
 from logitd.service.errors import ApiError, unavailable
 
@@ -17,6 +18,14 @@ def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
 def headers_too_large() -> ApiError:
     message = f"the address and the headers are larger than {MAX_HEADER_BYTES} bytes together"
     return ApiError(431, "invalid_request_error", message)
+
+
+def not_a_path(target: bytes) -> str:
+    """The message for a request whose target has no path, such as the target of CONNECT."""
+    return (
+        f"the target of the request is {clip(target.decode('latin-1'))!r}, but must be a path, "
+        "such as /health; this server is not a proxy"
+    )
 
 
 def too_slow(part: str, slow_sender_timeout: float) -> ApiError:

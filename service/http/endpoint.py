@@ -38,13 +38,13 @@ from logitd.service.http.envelope import server_timing
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
 
-THREAD_BYTES = 8_192
-"""The texts of bodies up to this size are tokenized on the event loop. This takes at most 20 ms,
-even with GPT-NeoX's vocabulary, in which runs of spaces are added tokens. The texts of larger
-bodies are tokenized in a thread."""
-THREAD_INTERVENTIONS = 256
-"""Maximum number of interventions, summed over the sequences of a request, that are resolved on the
-event loop. A larger number is resolved in a thread."""
+THREAD_BYTES = 256
+"""A body up to this size is planned on the event loop, which includes encoding its texts. This
+takes at most about 1 ms, even with GPT-NeoX's vocabulary, in which runs of spaces are added tokens.
+Larger bodies are planned in a thread, which adds about 0.1 ms."""
+LONG_BYTES = 8_192
+"""Minimum size of a body, in bytes, with which a request that needs only the vocabulary counts as
+long."""
 
 # A request to the vocabulary neither waits in the queue nor has a deadline.
 UNQUEUED = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
@@ -105,15 +105,9 @@ def endpoint_of(operation: Operation) -> Any:
 async def make_plan(planning: Planning, body: RequestBody, context: RequestContext) -> Plan:
     """Run a plan's generator to its end. Compile the constraints and compute the requests that it
     yields. Raises InvalidRequest, and QueueFull before any text is encoded."""
-    sequences, param = body.queued
-    changes = len(getattr(body, "interventions", ())) * sequences
-    in_thread = (
-        _is_long(context)
-        or changes > THREAD_INTERVENTIONS
-        or not context.subject.tokenizer.cuts_in_time
-    )
+    in_thread = _body_bytes(context) > THREAD_BYTES or not context.subject.tokenizer.cuts_in_time
     try:
-        with context.model.engine.admission.hold(sequences, param, context.caller):
+        with context.model.engine.admission.hold(*body.queued, context.caller):
             step = await _advance(planning, None, in_thread=in_thread)
             while isinstance(step, Compile):
                 constraints = context.model.constraints
@@ -145,8 +139,9 @@ async def _advance(planning: Planning, answer: Any, *, in_thread: bool) -> Any:
     return await asyncio.to_thread(advance) if in_thread else advance()
 
 
-def _is_long(context: RequestContext) -> bool:
-    return bool(getattr(context.request.state, BODY_BYTES) > THREAD_BYTES)
+def _body_bytes(context: RequestContext) -> int:
+    size: int = getattr(context.request.state, BODY_BYTES)
+    return size
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
@@ -180,7 +175,8 @@ async def _look_up(operation: Operation, body: Any, context: RequestContext) -> 
     request are processed at a time. A long text briefly needs many times its size in memory, and
     more threads that run Python would delay the event loop."""
     state = context.request.app.state.service
-    async with state.long_texts if _is_long(context) else state.short_texts:
+    is_long = _body_bytes(context) > LONG_BYTES
+    async with state.long_texts if is_long else state.short_texts:
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
         content = await _written(operation, plan, Computed(), context)
     return Response(content, media_type="application/json")

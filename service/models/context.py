@@ -116,8 +116,9 @@ class ModelChoice:
                 "step",
             )
         deadline = _deadline(model, timeout)
-        at_step = await model.history.open(step)
-        self._ends.append(partial(model.history.close, step))
+        caller = caller_of(self._request)
+        at_step = await model.history.open(step, caller)
+        self._ends.append(partial(model.history.close, step, caller))
         return self._context(at_step, deadline)
 
     def _context(self, model: ServedModel, deadline: float | None) -> RequestContext:

@@ -3,10 +3,12 @@
 A request names a step. The step's weights are loaded at their first use, into a separate engine.
 The most recently used steps stay in memory. A step is removed from memory only if no request uses
 it or its engine has failed, so a request to a step runs and ends like a request to any other model.
-`lifespan.py` loads the steps.
+If one caller's requests use so many steps that another caller is refused, the first caller is
+limited to its share of the steps. `lifespan.py` loads the steps.
 """
 
 import asyncio
+import time
 from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
@@ -22,6 +24,9 @@ from logitd.service.errors import bad_request, queue_full
 if TYPE_CHECKING:
     from logitd.service.models.served import ServedModel
 
+REMEMBERED_SECONDS = 10.0
+"""Time for which a caller that was refused a step counts as waiting for it. It is told to try again
+after 1 second."""
 NAMED = 2
 """A message about an unknown step lists this many kept steps before it, and as many after it."""
 
@@ -37,7 +42,8 @@ class History:
         self._load = load
         self._most = most
         self._loaded: OrderedDict[int, ServedModel] = OrderedDict()  # least recently used first
-        self._uses: Counter[int] = Counter()  # by step
+        self._uses: Counter[tuple[int, str]] = Counter()  # by step and caller
+        self._refused: dict[str, float] = {}  # callers that wait for a step, and when refused
         self._lock = asyncio.Lock()  # held while `_loaded` changes
         self._closed = False
 
@@ -46,31 +52,50 @@ class History:
         progress."""
         return checkpoints_in(self._folder)
 
-    async def open(self, step: int) -> "ServedModel":
+    async def open(self, step: int, caller: str) -> "ServedModel":
         """Return the model at a step, and keep it in memory until `close` is called for this use.
         Raises EngineStopped, and ApiError: 400 if the step was not kept, 429 if requests are using
-        all models in memory, 503 if the step cannot be loaded."""
-        self._uses[step] += 1
+        all models in memory or the caller is above its share of them, 503 if the step cannot be
+        loaded."""
+        self._check_share(step, caller)
+        self._uses[step, caller] += 1
         try:
-            if (model := self._ready(step)) is not None:
-                return model
-            # If this client leaves, the step is loaded for the next one.
-            return await asyncio.shield(asyncio.ensure_future(self._load_step(step)))
+            if (model := self._ready(step)) is None:
+                # If this client leaves, the step is loaded for the next one.
+                loading = asyncio.ensure_future(self._load_step(step, caller))
+                model = await asyncio.shield(loading)
         except BaseException:
-            self.close(step)
+            self.close(step, caller)
             raise
+        self._refused.pop(caller, None)
+        return model
 
-    def close(self, step: int) -> None:
+    def close(self, step: int, caller: str) -> None:
         """End one use of a step."""
-        self._uses[step] -= 1
-        if not self._uses[step]:
-            del self._uses[step]
+        self._uses[step, caller] -= 1
+        if not self._uses[step, caller]:
+            del self._uses[step, caller]
 
     async def stop(self, drain_timeout: float) -> None:
         """Stop loading, and stop the engines as `AsyncEngine.stop` does."""
         async with self._lock:
             self._closed = True
         await asyncio.gather(*(m.engine.stop(drain_timeout) for m in self._loaded.values()))
+
+    def _check_share(self, step: int, caller: str) -> None:
+        """Raise ApiError if other callers wait for a step, and with this one the caller would use
+        more than its share of the steps in memory."""
+        oldest = time.monotonic() - REMEMBERED_SECONDS
+        self._refused = {name: at for name, at in self._refused.items() if at > oldest}
+        callers = {caller, *self._refused, *(name for _, name in self._uses)}
+        own = {step, *(used for used, name in self._uses if name == caller)}
+        if self._refused.keys() - {caller} and len(own) > max(1, self._most // len(callers)):
+            raise queue_full(
+                f"another caller waits for one of the {self._most} steps in memory, and with step "
+                f"{step} you would use {len(own)} of them; try again in about 1 s, or raise "
+                "--history-steps",
+                retry_after=1,
+            )
 
     def _ready(self, step: int) -> "ServedModel | None":
         model = self._loaded.get(step)
@@ -79,13 +104,13 @@ class History:
         self._loaded.move_to_end(step)
         return model
 
-    async def _load_step(self, step: int) -> "ServedModel":
+    async def _load_step(self, step: int, caller: str) -> "ServedModel":
         path = await asyncio.to_thread(self._path, step)
         async with self._lock:
             if self._closed:
                 raise EngineStopped(SHUTTING_DOWN)
             if (model := self._ready(step)) is None:
-                await self._make_room()
+                await self._make_room(caller)
                 model = self._loaded[step] = await self._load(path)
             return model
 
@@ -102,16 +127,18 @@ class History:
             )
         return steps[step]
 
-    async def _make_room(self) -> None:
+    async def _make_room(self, caller: str) -> None:
         """Remove models whose engine failed, and the least recently used ones until another model
-        fits."""
+        fits. Notes that `caller` waits if none does."""
+        used = {step for step, _ in self._uses}
         for step, model in list(self._loaded.items()):
             failed = model.engine.failure is not None
-            idle = not self._uses[step] and not model.engine.admission.sequences
+            idle = step not in used and not model.engine.admission.sequences
             if failed or (idle and len(self._loaded) >= self._most):
                 del self._loaded[step]
                 await model.engine.stop(0)
         if len(self._loaded) >= self._most:
+            self._refused[caller] = time.monotonic()
             raise queue_full(
                 f"requests are using every step in memory, which holds at most {self._most}; try "
                 "again in about 1 s, or raise --history-steps",

@@ -49,6 +49,7 @@ from logitd.model.convert.by_role.tensor_map import (
 from logitd.model.convert.foreign import (
     ConvertError,
     ForeignModel,
+    UnusableTensor,
     count_or_zero,
     naming,
     plausible_loss,
@@ -136,12 +137,15 @@ def recognize_file(
 
 def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
     """The roles of all tensors. If some roles are unknown, writes a draft of a map file with the
-    known roles, and raises ConvertError."""
+    known roles, and raises ConvertError. A tensor with unusable values gets no draft, because no
+    map can help."""
     known: Mapping[tuple[Role, Part], str] = {}
     try:
         mapped = _tensor_map(file, options.map_file)
         known = mapped.names
         check(file.where, file.tensors, mapped)
+    except UnusableTensor:
+        raise
     except ConvertError as error:
         known = error.known if isinstance(error, NotRecognized) else known
         if options.draft is None or options.map_file is not None:

@@ -25,6 +25,7 @@ from logitd.model.text.tokenizer import (
     CHARACTERS,
     END_OF_TEXT,
     SPLIT_PATTERN,
+    TRIED_LENGTH,
     Tokenizer,
     TokenizerError,
     TokenizerKind,
@@ -402,6 +403,33 @@ def test_linear_pattern_may_take_longer_for_a_longer_text(
     assert not tokenizer.cuts_in_time
     monkeypatch.setattr(pieces, "MOST_SECONDS", 0.3)
     assert tokenizer.encode("word " * 400_000)[-1] in (0, ord(" "))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "pieces"])
+@pytest.mark.parametrize("length", [TRIED_LENGTH, 20_000])
+def test_texts_of_a_request_share_the_time_of_a_slow_pattern(
+    kind: TokenizerKind, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256 if kind == "bpe" else 128)}
+    tokenizer = Tokenizer(
+        ranks=ranks, pattern=r"a+b|[\s\S]", special_tokens={}, kind=kind,
+        added_tokens={"<x>": 256},
+    )  # fmt: skip
+    assert TOKENIZER.for_one_request() is TOKENIZER
+    monkeypatch.setattr(pieces, "MOST_SECONDS", 0.2)
+    began = time.process_time()
+    with pytest.raises(TokenizerError, match="all texts of a request"):
+        tokenizer.for_one_request().encode("<x>".join(["a" * length] * 100))
+    of_request = tokenizer.for_one_request()
+    refused = 0
+    for _ in range(100):
+        try:
+            of_request.encode("a" * length)
+        except TokenizerError:
+            refused += 1
+    assert refused > 50
+    assert time.process_time() - began < 2
+    assert tokenizer.for_one_request().encode("a b") == list(b"a b")
 
 
 def test_known_patterns_run_in_linear_time() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from logitd.model.files import atomic_folder
 from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 from logitd.service.cli.interrupts import quits_when_interrupted
@@ -428,6 +429,26 @@ def test_interrupts_of_commands_end_silently(
         main([])
     assert caught.value.code == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_terminated_command_removes_unfinished_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(arguments: object) -> int:
+        with atomic_folder(tmp_path / "model") as aside:
+            (aside / "config.json").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return 0
+
+    monkeypatch.setattr("logitd.service.cli.main.run", terminated)
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_ignored_interrupts_stay_ignored() -> None:

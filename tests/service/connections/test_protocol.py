@@ -349,6 +349,19 @@ def test_other_protocols_are_answered_400(server: Serving, sent: bytes) -> None:
         assert refused(read_all(raw)) == [400]
 
 
+@pytest.mark.parametrize(
+    ("line", "target"),
+    [("CONNECT a.example:443", "a.example:443"), ("GET http://", "http://"),
+     ("GET http://[::1/", "http://[::1/")],
+)  # fmt: skip
+def test_target_without_a_path_is_named(server: Serving, line: str, target: str) -> None:
+    with server.connect() as raw:
+        raw.sendall(f"{line} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        answer = read_all(raw)
+    assert refused(answer) == [400]
+    assert f"'{target}', but must be a path".encode() in answer
+
+
 # Deadlines
 
 

@@ -14,6 +14,7 @@ from logitd.model.operations.body import Examples, PromptBody, PromptReply, Repl
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
 from logitd.model.operations.prompts import encode_all
+from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.application.app import create_app
 from logitd.service.http import endpoint
 from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST, npy
@@ -64,6 +65,24 @@ def test_operation_writes_a_whole_reply_off_the_event_loop(
     server.json(BY_NAME[name].path, {**SMALLEST[name], **listed})
     assert threads
     assert "uvicorn" not in threads
+
+
+@pytest.mark.parametrize("name", WITH_PROMPTS)
+@pytest.mark.parametrize(("length", "on_loop"), [(4, True), (600, False)])
+def test_only_short_texts_are_encoded_on_the_event_loop(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, name: str, length: int, on_loop: bool
+) -> None:
+    threads: list[str] = []
+    encode = Tokenizer.encode
+
+    def watched(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    server.post(f"/{name}", {**SMALLEST[name], "prompt": "ab" * (length // 2)})
+    assert threads
+    assert ("uvicorn" in threads) == (on_loop and BY_NAME[name].form != "vocabulary")
 
 
 @pytest.mark.parametrize("name", BY_NAME)

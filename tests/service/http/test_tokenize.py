@@ -3,6 +3,7 @@ a text; and the calls of evaluation programs that use the server as a remote tok
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from logitd.model.operations.tokenize import (
     DetokenizeReply,
     TokenizeReply,
 )
+from logitd.model.text import pieces
 from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from logitd.service.http.schemas import TokenizerInfo
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -282,4 +284,23 @@ def test_text_that_times_out_the_pattern_is_refused(tmp_path: Path) -> None:
             error = server.refused(path, {"prompt": "x" * 60})
             assert error.param == "prompt"
             assert error.message.startswith("the prompt cannot be tokenized: ")
+        assert server.json("/tokenize", {"prompt": "abc"})["count"] == 3
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/generate"])
+def test_texts_of_a_request_share_the_time_of_a_slow_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    tokenizer = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=r"a+b|[\s\S]",  # takes quadratic time on a row of a
+        special_tokens={END_OF_TEXT: 256},
+    )
+    gpt = tiny_gpt(tiny_config(context_length=8192))
+    monkeypatch.setattr(pieces, "MOST_SECONDS", 0.5)
+    with serving(save_tiny_checkpoint(tmp_path / "slow", gpt, tokenizer=tokenizer).path) as server:
+        began = time.process_time()
+        error = server.refused(path, {"prompt": ["a" * 8000] * 60})
+        assert (error.param, "all texts of a request" in error.message) == ("prompt", True)
+        assert time.process_time() - began < 2
         assert server.json("/tokenize", {"prompt": "abc"})["count"] == 3

@@ -13,6 +13,7 @@ import pytest
 from logitd.model.checkpoint.run_folder import HISTORY
 from logitd.service.application.app import create_app
 from logitd.service.client.client import Client
+from logitd.service.errors import ApiError
 from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
 from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST
@@ -144,6 +145,30 @@ def test_used_steps_stay_in_memory_and_others_wait(run: Path) -> None:
             assert "--history-steps" in error.message
             assert check_reply(ask(server)) == BEST
         eventually(lambda: server.post("/probs", {"prompt": "a", "step": 1}).status_code == 200)
+
+
+def test_callers_share_the_steps_in_memory(run: Path) -> None:
+    """A caller uses both steps in memory; from the other caller's refusal on, it may use only one
+    of them."""
+    with serving(run, history=True, history_steps=2) as server:
+        history = server.served.history
+        assert history is not None
+
+        def use(caller: str, step: int) -> None:
+            opening = asyncio.run_coroutine_threadsafe(history.open(step, caller), server.loop)
+            opening.result(TEST_TIMEOUT)
+
+        for step in (1, 16, 1):
+            use("many", step)
+        for caller, step in (("few", 4), ("many", 1)):
+            with pytest.raises(ApiError, match="--history-steps") as refusal:
+                use(caller, step)
+            assert refusal.value.status == 429
+        for _ in range(2):
+            server.loop.call_soon_threadsafe(history.close, 1, "many")
+        use("few", 4)
+        use("many", 16)
+        use("many", 4)
 
 
 def test_damaged_step_is_refused_and_others_are_served(run: Path, tmp_path: Path) -> None:

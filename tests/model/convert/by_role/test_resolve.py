@@ -298,6 +298,15 @@ def test_open_questions_write_a_draft(tmp_path: Path) -> None:
     assert 'positions = "learned"  # transformer.wpe.weight is added' in text
 
 
+def test_unusable_tensor_gets_no_draft(tmp_path: Path) -> None:
+    """A map file cannot make such a tensor usable."""
+    file = state_file(SCHEMES["nanoGPT"].model())
+    file.tensors["transformer.h.1.mlp.c_fc.bias"][3] = math.nan
+    with pytest.raises(ConvertError, match=r"c_fc\.bias has NaN or infinite values$"):
+        recognize_file(file, RoleOptions(draft=tmp_path / "draft.toml"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
     """On a full disk the import once printed only "No space left on device", and left half a
     draft."""
