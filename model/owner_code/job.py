@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
@@ -63,8 +64,14 @@ def _run(job: Job, weights: Mapping[str, Tensor], result: str, timeout: float) -
     }
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as scratch:
         folder = Path(scratch)
-        save_file(real, folder / WEIGHTS)
-        (folder / REQUEST).write_text(json.dumps(asdict(job)), encoding="utf-8")
+        try:
+            save_file(real, folder / WEIGHTS)
+            (folder / REQUEST).write_text(json.dumps(asdict(job)), encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise CodeError(
+                f" cannot run, because its weights cannot be written to {folder}: {error}; free "
+                "space there, or set TMPDIR to another folder"
+            ) from error
         try:
             done = subprocess.run(
                 command(folder),
