@@ -170,6 +170,19 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def require_new(destination: Path) -> None:
+    """Raise FileError if something exists at `destination`, or if nothing can be written there.
+    Long computations call this before they begin. No folder is left, not even a missing parent."""
+    with written_to(destination):
+        exists = destination.exists()
+        if not exists:
+            parents = destination.absolute().parents
+            folder = next(parent for parent in parents if parent.exists())
+            folder_aside(folder / destination.name).rmdir()
+    if exists:
+        raise FileError(f"{destination} already exists: choose another path, or remove it")
+
+
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
     """Convert an OSError raised in the block to a FileError. The block must write `destination`,

@@ -46,6 +46,7 @@ from logitd.model.files import (
     parse_json,
     read_regular,
     read_text,
+    require_new,
     written_to,
 )
 from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
@@ -153,8 +154,9 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
     The merged weights are computed in float32 and saved as `save_dtype`; bfloat16 may round away
     the small changes that a short training run makes. Raises CheckpointError if the adapter was
     trained on other weights, DeviceError if the base does not fit into memory, and FileError if
-    `path` cannot be written.
+    `path` exists or cannot be written.
     """
+    require_new(path)
     info, added = read_checkpoint(base), read_adapter(adapter)
     expected = str(added.base.get("weights_sha256"))
     if info.weights_sha256 != expected:

@@ -274,8 +274,10 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path.parent} has no {path.name}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
         ) from error
-    except OSError as error:
+    except FileError as error:
         raise CheckpointError(str(error)) from error
+    except OSError as error:  # an error of a read, such as EIO, does not name the file
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except WeightsFileError as error:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 

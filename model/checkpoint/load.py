@@ -99,6 +99,14 @@ def check_header(info: CheckpointInfo) -> None:
             _shape_of(file, info.shape)
 
 
+def stored_dtype(info: CheckpointInfo) -> torch.dtype:
+    """The dtype of the weights in the file; all have the same one. Only the header is read. Raises
+    CheckpointError as `check_header` does."""
+    with _open_weights(info, whole=False) as file:
+        _, stored = _shape_of(file, info.config)
+    return stored[0].dtype
+
+
 def read_sources(info: CheckpointInfo) -> tuple[dict[str, bytes], FileIO]:
     """Read and verify the owner's source files, and verify the weights file. Returns the sources by
     name, and the open weights file. Raises CheckpointError."""

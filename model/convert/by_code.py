@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import (
-    CheckpointError,
     CheckpointInfo,
     TrainingRecord,
     save_checkpoint,
@@ -45,7 +44,7 @@ from logitd.model.convert.importing import record_of_import, reporting_damage
 from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
-from logitd.model.files import read_regular, written_to
+from logitd.model.files import read_regular, require_new, written_to
 from logitd.model.owner_code.config import CodeConfig, CodeConfigError
 from logitd.model.owner_code.connection import (
     CodeError,
@@ -91,10 +90,8 @@ def import_by_code(
 ) -> CheckpointInfo:
     """Save the model at `source`, together with its owner's code, as a new checkpoint at
     `destination`. `log` is called with each line of the report. Raises ConvertError if the model
-    cannot be imported, CheckpointError if `destination` exists, and FileError if it cannot be
-    written."""
-    if destination.exists():
-        raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
+    cannot be imported, and FileError if `destination` exists or cannot be written."""
+    require_new(destination)
     code = options.code
     with reporting_damage(source):
         path = find_state_file(source) if source.is_dir() else source

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
 
-from logitd.model.checkpoint.checkpoint import WEIGHTS, CheckpointError, read_checkpoint
-from logitd.model.checkpoint.load import load_weights
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_weights, stored_dtype
 from logitd.model.convert.exportable import gguf_objections, hf_objections, require
 from logitd.model.convert.family import family_of
 from logitd.model.convert.family import objections as shape_objections
 from logitd.model.convert.gguf_file import write_gguf
 from logitd.model.convert.hf.export import write_folder
 from logitd.model.dtypes import DTypeName
-from logitd.model.files import atomic_folder, require_regular, whole_file, written_to
+from logitd.model.files import atomic_folder, require_new, whole_file, written_to
 
 TO = Literal["hf", "gguf"]
 
@@ -39,12 +38,11 @@ def export_model(
 
     `dtype` is the dtype of the written weights; "auto" keeps the checkpoint's dtype. `pre` is used
     only for GGUF (see `write_gguf`). `log` is called with each note for the user. Raises
-    ConvertError if the model cannot be exported, CheckpointError if the checkpoint is invalid or
-    `destination` exists, DeviceError if the model does not fit into memory, and FileError if the
-    files cannot be written.
+    ConvertError if the model cannot be exported, CheckpointError if the checkpoint is invalid,
+    DeviceError if the model does not fit into memory, and FileError if `destination` exists or
+    cannot be written.
     """
-    if destination.exists():
-        raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
+    require_new(destination)
     info = read_checkpoint(checkpoint)
     again = "; train it again with --exportable" if shape_objections(info.config) else ""
     if to == "hf":
@@ -55,7 +53,7 @@ def export_model(
     else:
         require(gguf_objections(info.config, info.tokenizer, pre), again)
         family = family_of(info.config)
-    stored = _stored_dtype(info.path) if dtype == "auto" else getattr(torch, dtype)
+    stored = stored_dtype(info) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)
     with written_to(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -65,14 +63,3 @@ def export_model(
         else:
             with whole_file(destination) as file:
                 write_gguf(Path(file.name), info, gpt, family, pre)
-
-
-def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype of a checkpoint's weights, which all have the same dtype. Raises CheckpointError if
-    there is no weight file."""
-    try:
-        require_regular(checkpoint / WEIGHTS)
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
-    with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
-        return file.get_tensor(next(iter(file.keys()))).dtype

@@ -57,7 +57,7 @@ from logitd.model.convert.state_file import (
 from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
-from logitd.model.files import written_to
+from logitd.model.files import require_new, written_to
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.shapes import padded
 
@@ -114,11 +114,10 @@ def import_model(
                       to the user
     log               called with each line of the report
 
-    Raises ConvertError if the model cannot be imported, CheckpointError if `destination` exists,
-    and FileError if it cannot be written.
+    Raises ConvertError if the model cannot be imported, and FileError if `destination` exists or
+    cannot be written.
     """
-    if destination.exists():
-        raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
+    require_new(destination)
     files = [] if check is None else check_files(check)
     with reporting_damage(source):
         opened, folder = _open(

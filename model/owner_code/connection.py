@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -207,7 +208,14 @@ def _running_job(name: str, job: Job, weights: Mapping[str, Tensor]) -> Iterator
         if not tensor.is_complex()
     }
     scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
-    save_file(real, Path(scratch.name) / WEIGHTS)
+    try:
+        save_file(real, Path(scratch.name) / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        scratch.cleanup()
+        raise CodeError(
+            f"{name} cannot run, because its weights cannot be written to {scratch.name}: {error}; "
+            "free space there, or set TMPDIR to another folder"
+        ) from error
     process = CodeProcess(name, scratch, job)
     try:
         yield process

@@ -22,12 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
 from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.weights_file import write_weights
 from logitd.model.files import CONFIG_BYTES, atomic_folder, parse_json, read_regular
 from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.transformer.config import GPTConfig
@@ -304,6 +303,9 @@ def write_autoencoder(
         "metadata": {"sae_lens_version": "6.0.0", "hook_name": hook, "logitd": record},
     }
     with atomic_folder(path) as aside:
-        save_file({name: t.float().contiguous() for name, t in tensors.items()}, aside / WEIGHTS)
-        save_arrays({name: getattr(facts, name) for name in FeatureFacts.__slots__}, aside / FACTS)
+        stored = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+        write_weights(aside / WEIGHTS, stored)
+        names = FeatureFacts.__slots__
+        arrays = {name: torch.from_numpy(getattr(facts, name)) for name in names}
+        write_weights(aside / FACTS, arrays)
         (aside / CONFIG).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")

@@ -22,8 +22,8 @@ import regex
 
 TIMED_CHARACTERS = 100_000
 MOST_SECONDS = 2.0
-"""Time limit for splitting texts by an unknown pattern, in seconds. It counts the thread's processor
-time, so other programs do not decide whether a text is accepted."""
+"""Time limit for splitting texts by an unknown pattern, in seconds. It counts the processor time of
+the thread, so other programs do not decide whether a text is accepted."""
 
 JOINED_CUTS = (
     r"\w+|[^\w\s]|\s",
@@ -97,8 +97,8 @@ class SplitTime:
                 self._left -= time.thread_time() - began
         except TimeoutError as error:
             raise UnknownPiece(
-                f"the vocabulary's split pattern takes more than {self._limit:g} seconds, the limit "
-                "for all texts of a request together: use less text, or token ids"
+                f"the vocabulary's split pattern takes more than {self._limit:g} seconds, the "
+                "limit for all texts of a request together: use less text, or token ids"
             ) from error
 
 

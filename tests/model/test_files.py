@@ -16,6 +16,7 @@ from logitd.model.files import (
     parse_json,
     read_regular,
     read_text,
+    require_new,
     write_whole,
     written_to,
 )
@@ -152,6 +153,16 @@ def test_write_error_names_the_file_and_the_reason(error: OSError, reason: str) 
         written_to(Path("new")),
     ):
         raise error
+
+
+def test_unwritable_destination_is_refused_early(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="file already exists: choose another path"):
+        require_new(tmp_path / "file")
+    with pytest.raises(FileError, match="file/new cannot be written: Not a directory"):
+        require_new(tmp_path / "file" / "new")
+    require_new(tmp_path / "a" / "b")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def test_folder_appears_complete(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.evaluation.held_out import require_vocabulary
 from logitd.model.extraction.compute import open_computer
 from logitd.model.extraction.quantities import Stages
-from logitd.model.files import written_to
+from logitd.model.files import require_new, written_to
 from logitd.model.inference.options import DEFAULTS, ComputeOptions
 from logitd.model.inference.selection import resolve_stages
 from logitd.model.sae.files import AutoencoderError, write_autoencoder
@@ -83,8 +83,7 @@ def train_autoencoder(
     DeviceError, KernelError and OSError.
     """
     began = time.monotonic()
-    if out.exists():
-        raise AutoencoderError(f"{out} already exists: choose another --out, or remove it")
+    require_new(out)
     checkpoint = read_checkpoint(path)
     require_vocabulary(checkpoint)
     stage, width = _stage(request, checkpoint.config)

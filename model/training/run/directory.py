@@ -91,7 +91,9 @@ class RunDirectory:
                 _require_empty(path)
 
     def discard(self) -> None:
-        shutil.rmtree(self.path)
+        """Remove a run that could not be prepared. A folder that cannot be removed, such as a mount
+        point, is left empty, so that the same command works later."""
+        shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     @classmethod

@@ -10,6 +10,7 @@ import torch
 from logitd.model.checkpoint.adapter import WEIGHTS, merge, read_adapter, save_adapter
 from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
 from logitd.model.checkpoint.load import load_checkpoint
+from logitd.model.files import FileError
 from logitd.model.transformer.config import TARGETS
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.lora import LoraShape, trained_weights
@@ -112,8 +113,10 @@ def test_adapter_and_checkpoint_are_not_confused(base: Path, adapter: Path, tmp_
 
 
 def test_adapter_overwrites_nothing(base: Path, adapter: Path, gpt: GPT) -> None:
-    with pytest.raises(CheckpointError, match="already exists"):
+    with pytest.raises(FileError, match="already exists"):
         merge(base, adapter, base, save_dtype="float32")
+    with pytest.raises(FileError, match="x cannot be written"):
+        merge(base / "missing", adapter, base / "config.json" / "x", save_dtype="float32")
     with pytest.raises(CheckpointError, match="already exists"):
         save_adapter(
             adapter,

@@ -270,3 +270,11 @@ def test_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
     assert contents(saved) == before
     save_tiny_checkpoint(target)
     load(target)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="the file exists only on Linux")
+def test_failed_read_names_the_file(saved: Path) -> None:
+    (saved / "config.json").unlink()
+    (saved / "config.json").symlink_to("/proc/self/mem")  # reading its first byte fails
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Input/output error"):
+        read_checkpoint(saved)

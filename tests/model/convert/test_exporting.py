@@ -215,8 +215,16 @@ def test_export_keeps_the_dtype_or_takes_the_given_one(dtype: str, tmp_path: Pat
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path / "ours")
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match="there already exists"):
+    with pytest.raises(FileError, match="there already exists"):
         export_model(tmp_path / "ours", tmp_path / "there", to="hf")
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x02" + bytes(7) + b"{}", b"\xff" * 8])
+def test_damaged_weights_are_refused_by_name(raw: bytes, tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path / "ours", gpt=tiny_gpt(tiny_config(n_layer=1)))
+    (tmp_path / "ours" / "model.safetensors").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"ours/model\.safetensors .*damaged"):
+        export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
 
 
 def test_characters_between_special_tokens_keep_their_ids(tmp_path: Path) -> None:

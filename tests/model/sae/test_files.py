@@ -21,6 +21,7 @@ from logitd.model.sae.files import (
     write_autoencoder,
 )
 from tests.model.factories import tiny_config
+from tests.model.full_disk import files_of_at_most
 
 WIDTH, COUNT, K = 32, 20, 5
 HOOK = "blocks.1.hook_resid_post"
@@ -269,3 +270,9 @@ def test_autoencoders_of_other_models_are_refused(
     )
     with pytest.raises(AutoencoderError, match=expected):
         stored.features("mine", tiny_config(d_model=width))
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        written(tmp_path / "mine")
+    assert list(tmp_path.iterdir()) == []

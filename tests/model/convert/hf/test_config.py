@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
+from logitd.model.files import FileError
 from tests.model.convert.theirs import FAMILIES, SAMPLE, loaded, save_theirs
 
 
@@ -314,9 +314,7 @@ def test_path_without_a_model_is_refused(llama_folder: Path, tmp_path: Path) -> 
     import_model(llama_folder, tmp_path / "ours")
     with pytest.raises(ConvertError, match="already"):
         import_model(tmp_path / "ours", tmp_path / "again")
-    with pytest.raises(
-        CheckpointError, match="ours already exists: choose another path, or remove it"
-    ):
+    with pytest.raises(FileError, match="ours already exists: choose another path, or remove it"):
         import_model(llama_folder, tmp_path / "ours")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConvertError, match=r"empty has no weight file .*; it holds nothing"):

@@ -169,3 +169,24 @@ def test_description_is_read_back_as_written(tmp_path: Path) -> None:
     (run.path / "run.json").write_text('{"config": {"stepz": 1}, "recipe": {}, "model": {}}')
     with pytest.raises(TrainingError, match=r"run\.json .*stepz"):
         run.read_training()
+
+
+def test_mount_point_of_a_failed_run_is_left_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volume of a container may be mounted at --out. Only its contents can be removed."""
+
+    def busy(path: object, **_: object) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    run = RunDirectory.create(tmp_path / "run")
+    run.data.mkdir()
+    (run.data / "train.tokens").touch()
+    with monkeypatch.context() as patch:
+        remove = os.rmdir
+        patch.setattr(
+            os, "rmdir", lambda path, **to: (busy if path == run.path else remove)(path, **to)
+        )
+        run.discard()
+    assert list(run.path.iterdir()) == []
+    RunDirectory.create(run.path).release()

@@ -42,6 +42,16 @@ def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "sentence"),
     [
         (("import", "nowhere", "ours"), "import: nowhere does not exist"),
+        (
+            ("import", "nowhere", "own/config.json/x"),
+            "import: own/config.json/x cannot be written: Not a directory. No partial copy is "
+            "left. Free space, repair the disk or choose another destination",
+        ),
+        (
+            ("export", "nowhere", "own/config.json/x"),
+            "export: own/config.json/x cannot be written: Not a directory. No partial copy is "
+            "left. Free space, repair the disk or choose another destination",
+        ),
         (("import", "own", "own"), "import: own already exists: choose another path, or remove it"),
         (
             ("export", "nowhere", "x"),

@@ -105,6 +105,8 @@ def test_existing_folders_and_short_texts_are_refused(
 ) -> None:
     assert run(arguments(checkpoint, text, tmp_path)) == 1
     assert "already exists" in capsys.readouterr().err
+    assert run(arguments(tmp_path / "missing", text, text / "mine")) == 1
+    assert "mine cannot be written: Not a directory" in capsys.readouterr().err
     short = tmp_path / "short.txt"
     short.write_text("short")
     assert run(arguments(checkpoint, short, tmp_path / "mine")) == 1
