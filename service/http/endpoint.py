@@ -40,7 +40,7 @@ from logitd.service.models.state import Ready
 
 THREAD_BYTES = 256
 """A body up to this size is planned on the event loop, which includes encoding its texts. This
-takes at most about 1 ms, even with GPT-NeoX's vocabulary, in which runs of spaces are added tokens.
+takes at most 1.5 ms, even with GPT-NeoX's vocabulary, in which runs of spaces are added tokens.
 Larger bodies are planned in a thread, which adds about 0.1 ms."""
 LONG_BYTES = 8_192
 """Minimum size of a body, in bytes, with which a request that needs only the vocabulary counts as
