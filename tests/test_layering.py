@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "model.inference.kernels": {
         "model.device", "model.dtypes", "model.inference.interventions", "model.inference.kv_cache",
         "model.inference.options", "model.inference.sampling", "model.owner_code",
-        "model.processor", "model.sae.autoencoder", "model.transformer",
+        "model.processor", "model.transformer",
     },
     "model.inference.engine": {
         "model.device", "model.inference.attribution", "model.inference.circuit",
@@ -63,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.interventions", "model.inference.kernels.base",
         "model.inference.kernels.code", "model.inference.kernels.eager", "model.inference.kv_cache",
         "model.inference.options", "model.inference.sampling", "model.inference.selection",
-        "model.owner_code", "model.plural", "model.sae.autoencoder", "model.transformer",
+        "model.owner_code", "model.plural", "model.transformer",
     },
     "model.inference.memory": {
         "model.device", "model.inference.options", "model.memory", "model.owner_code.config",
@@ -121,7 +121,7 @@ ROOMS: dict[str, set[str]] = {
         "model.text", "model.transformer", "model.version",
     },
     "model.sae.training": {
-        "model.checkpoint", "model.data", "model.evaluation", "model.extraction", "model.files",
+        "model.checkpoint", "model.data", "model.extraction", "model.files",
         "model.inference", "model.sae", "model.transformer",
     },
     "service.log": set(),

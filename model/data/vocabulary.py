@@ -49,6 +49,15 @@ def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
         )
 
 
+def require_vocabulary(tokenizer: Tokenizer, name: str) -> None:
+    """Raise DataError for a model without a vocabulary, which has no loss on a text."""
+    if not tokenizer.has_text:
+        raise DataError(
+            f"{name} has no vocabulary, so it has no loss on a text; POST /score and LLM.score "
+            "(model/llm.py) return the logprobs of token ids"
+        )
+
+
 def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> list[int]:
     """The ids of a piece of text. Raises DataError if the vocabulary cannot encode it."""
     try:

@@ -21,7 +21,7 @@ from logitd.model.data.sources.document import Document
 from logitd.model.data.sources.files import documents_of_all, each_once, named_files
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import lot
-from logitd.model.data.vocabulary import encode, tokenizer_sha256
+from logitd.model.data.vocabulary import encode, require_vocabulary, tokenizer_sha256
 from logitd.model.data.windows import Windows, validation_windows
 
 WINDOW_TOKENS = 2048
@@ -41,7 +41,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> tu
     if path is None:
         name, shard = held_out_text(checkpoint, READ_BYTES)
     else:
-        require_vocabulary(checkpoint)
+        require_vocabulary(checkpoint.tokenizer, checkpoint.name)
         name, files = str(path), each_once(named_files(str(path)))
         shard = _tokenized(documents_of_all(files, None), checkpoint, READ_BYTES)
         if not shard.count:
@@ -60,7 +60,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> tu
 def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tuple[str, Shard]:
     """The name and the tokens of the text held out by the checkpoint's training. At most `at_most`
     bytes of Python's own text are read."""
-    require_vocabulary(checkpoint)
+    require_vocabulary(checkpoint.tokenizer, checkpoint.name)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
     if is_run(folder):
         identity = tokenizer_sha256(checkpoint.tokenizer)
@@ -75,15 +75,6 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
     limit = min(at_most, known) if isinstance(known, int) else READ_BYTES
     documents = sorted(python_text(Path(sysconfig.get_path("stdlib"))).documents, key=lot)
     return "the validation part of Python's own text", _tokenized(documents, checkpoint, limit)
-
-
-def require_vocabulary(checkpoint: CheckpointInfo) -> None:
-    """Raise DataError for a model without a vocabulary, which has no loss on a text."""
-    if not checkpoint.tokenizer.has_text:
-        raise DataError(
-            f"{checkpoint.name} has no vocabulary, so it has no loss on a text; POST /score and "
-            "LLM.score (model/llm.py) return the logprobs of token ids"
-        )
 
 
 def _tokenized(documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int) -> Shard:

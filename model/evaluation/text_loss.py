@@ -36,10 +36,10 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard, open_shard, write_shard
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
-from logitd.model.data.vocabulary import encode, tokenizer_sha256
+from logitd.model.data.vocabulary import encode, require_vocabulary, tokenizer_sha256
 from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
 from logitd.model.device import Placement, one_thread, use_threads
-from logitd.model.evaluation.held_out import held_out_text, require_vocabulary
+from logitd.model.evaluation.held_out import held_out_text
 from logitd.model.evaluation.quantization import new_decoder, step_nats
 from logitd.model.inference.kernels.base import Decoder, PrefillInput
 from logitd.model.inference.kernels.select import KernelError, check_kv_cache_dtype
@@ -160,7 +160,7 @@ def _text(
     checkpoint: CheckpointInfo, data: Sequence[str], reading: ReadOptions
 ) -> Iterator[tuple[str, Shard]]:
     """The text's name and its tokens, on disk until the block ends."""
-    require_vocabulary(checkpoint)
+    require_vocabulary(checkpoint.tokenizer, checkpoint.name)
     if not data:
         yield held_out_text(checkpoint)
         return

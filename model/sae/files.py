@@ -28,7 +28,7 @@ from torch import Tensor
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.checkpoint.weights_file import write_weights
 from logitd.model.files import CONFIG_BYTES, atomic_folder, parse_json, read_regular
-from logitd.model.sae.autoencoder import Autoencoder
+from logitd.model.transformer.autoencoder import Autoencoder
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.features import Features
 from logitd.model.transformer.stages import lens_stages, stages_of

@@ -1,6 +1,6 @@
 """The features of sparse autoencoders, as part of a model's shape.
 
-The autoencoders are in `model/sae`.
+`autoencoder.py` computes them, and `model/sae` trains, reads and writes them.
 """
 
 from dataclasses import dataclass, fields

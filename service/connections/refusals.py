@@ -4,7 +4,6 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from logitd.model.operations.prompts import clip
 from logitd.service.connections.reading import MAX_HEADER_BYTES, MIN_BYTES_PER_SECOND
 from logitd.service.errors import ApiError, unavailable
 
@@ -23,7 +22,7 @@ def headers_too_large() -> ApiError:
 def not_a_path(target: bytes) -> str:
     """The message for a request whose target has no path, such as the target of CONNECT."""
     return (
-        f"the target of the request is {clip(target.decode('latin-1'))!r}, but must be a path, "
+        f"the target of the request is {target[:100].decode('latin-1')!r}, but must be a path, "
         "such as /health; this server is not a proxy"
     )
 

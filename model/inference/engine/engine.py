@@ -52,7 +52,7 @@ from logitd.model.inference.sampling.results import (
 )
 from logitd.model.inference.sampling.sampler import NOT_FINITE
 from logitd.model.owner_code.config import CodeConfig
-from logitd.model.sae.autoencoder import WITHOUT, Autoencoders
+from logitd.model.transformer.autoencoder import WITHOUT, Autoencoders
 from logitd.model.transformer.features import with_features
 from logitd.model.transformer.gpt import GPT
 

@@ -55,7 +55,7 @@ from logitd.model.inference.sampling.results import (
 from logitd.model.inference.sampling.sample import SamplingState
 from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
 from logitd.model.owner_code.connection import CodeModel
-from logitd.model.sae.autoencoder import WITHOUT, Autoencoder, Autoencoders
+from logitd.model.transformer.autoencoder import WITHOUT, Autoencoder, Autoencoders
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.features import with_features
 from logitd.model.transformer.gpt import GPT

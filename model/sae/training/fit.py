@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from logitd.model.sae.autoencoder import Autoencoder
+from logitd.model.transformer.autoencoder import Autoencoder
 
 BATCH = 1024
 RATE = 4e-3

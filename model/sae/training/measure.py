@@ -16,10 +16,10 @@ import torch
 from logitd.model.extraction.plan import Unit
 from logitd.model.inference.engine.requests import ScoreRequest
 from logitd.model.inference.interventions import Intervention
-from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.sae.files import FeatureFacts
 from logitd.model.sae.training.activations import WINDOWS_AT_ONCE, Activations
 from logitd.model.sae.training.fit import Length
+from logitd.model.transformer.autoencoder import Autoencoder
 
 FACTS_TOKENS = 2**18
 """Number of tokens after which the measurement of density and examples ends."""

@@ -15,7 +15,7 @@ from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
-from logitd.model.evaluation.held_out import require_vocabulary
+from logitd.model.data.vocabulary import require_vocabulary
 from logitd.model.extraction.compute import open_computer
 from logitd.model.extraction.quantities import Stages
 from logitd.model.files import require_new, written_to
@@ -85,7 +85,7 @@ def train_autoencoder(
     began = time.monotonic()
     require_new(out)
     checkpoint = read_checkpoint(path)
-    require_vocabulary(checkpoint)
+    require_vocabulary(checkpoint.tokenizer, checkpoint.name)
     stage, width = _stage(request, checkpoint.config)
     features = request.features or EXPANSION * width
     if request.k > features:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.sae.files import FeatureFacts, write_autoencoder
+from logitd.model.transformer.autoencoder import Autoencoder
 
 
 def random_autoencoder(

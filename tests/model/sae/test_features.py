@@ -15,7 +15,7 @@ from logitd.model.inference.engine.requests import Activations, Logits, Request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.selection import resolve_stages
-from logitd.model.sae.autoencoder import Autoencoder
+from logitd.model.transformer.autoencoder import Autoencoder
 from logitd.model.transformer.features import Features, with_features
 from logitd.model.transformer.stages import match_stages, stages_of
 from tests.model.factories import tiny_config, tiny_gpt

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.sae.training import fit as module
 from logitd.model.sae.training.activations import _shuffled
 from logitd.model.sae.training.fit import Length, fit, with_weights
 from logitd.model.sae.training.measure import AFTER, BEFORE, EXAMPLES, _Examples
+from logitd.model.transformer.autoencoder import Autoencoder
 
 WIDTH, COUNT, ACTIVE = 16, 32, 3
 OFFSET, SIZE = 5.0, 0.2

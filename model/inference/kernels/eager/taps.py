@@ -22,7 +22,7 @@ from torch import Tensor
 from logitd.model.device import one_thread
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.eager.change import AppliedChange
-from logitd.model.sae.autoencoder import Autoencoder
+from logitd.model.transformer.autoencoder import Autoencoder
 from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.stages import HEADS_FIRST, Key, match_stages
 

@@ -51,7 +51,7 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.reference import generate, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.results import ScoredToken
-from logitd.model.sae.autoencoder import WITHOUT, Autoencoders
+from logitd.model.transformer.autoencoder import WITHOUT, Autoencoders
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 

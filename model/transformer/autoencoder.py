@@ -5,8 +5,8 @@ features into an approximation of the values. Changing features moves the values
 the decoder; the part of the values that the features do not explain stays unchanged.
 
 Every matrix product is computed by one thread and has a fixed number of rows, BLOCK or one. So the
-bits of a row do not depend on how many rows are computed alongside it. `files.py` reads and writes
-the files.
+bits of a row do not depend on how many rows are computed alongside it. `model/sae` trains,
+reads and writes autoencoders.
 
 Shapes: T positions, D = width of the stage, F features.
 """
