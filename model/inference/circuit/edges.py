@@ -41,8 +41,8 @@ class Graph:
         self._streams = text.tokens.new_zeros(0, text.tokens.shape[1])
 
     def build(self, direction: Tensor) -> Generator[None]:
-        """Add all nodes and edges, one block per piece. The target is the product of `direction`
-        (C) with the final hidden state."""
+        """Add all nodes and edges. Each piece is one head, or one MLP. The target is the product of
+        `direction` (C) with the final hidden state."""
         text, gpt = self._text, self._text.gpt
         positions = self._kept.tokens.nonzero()[:, 0]
         for position in positions.tolist():
@@ -53,7 +53,7 @@ class Graph:
             stream, first = mixture(gpt, layer)
             self._streams = stream * self._streams
             self._streams[: len(tokens)] += first * tokens
-            self._add_block(block)
+            yield from self._add_block(block)
             if layer == gpt.config.backout_layer:
                 middle = self._streams
             yield
@@ -75,17 +75,17 @@ class Graph:
             for (source, target, reads), weight in zip(ends.tolist(), weights.tolist(), strict=True)
         )
 
-    def _add_block(self, block: FrozenBlock) -> None:
+    def _add_block(self, block: FrozenBlock) -> Generator[None]:
         chosen = self._kept.choice.chosen
         before = len(self.nodes)
-        self._add_heads(block, chosen[block.layer, "heads"])
+        yield from self._add_heads(block, chosen[block.layer, "heads"])
         if block.is_post:
             self._streams = block.attention_norm.forward(self._streams, self._positions())
         self._add_mlps(block, chosen[block.layer, "mlp"], before)
         if block.is_post:
             self._streams = block.mlp_norm.forward(self._streams, self._positions())
 
-    def _add_heads(self, block: FrozenBlock, chosen: Chosen) -> None:
+    def _add_heads(self, block: FrozenBlock, chosen: Chosen) -> Generator[None]:
         if not len(chosen.indices):
             return
         config, positions, read = block.config, self._positions(), self._streams
@@ -99,14 +99,17 @@ class Graph:
         rows, row_of = chosen.positions.unique(return_inverse=True)
         of_heads = self._streams.new_zeros(len(rows), config.n_head, config.head_dim)
         of_heads[row_of, chosen.indices] = chosen.gradients
-        logs = block.log_probs(block.q, block.k, rows)
-        effects = block.score_weights(of_heads, logs, rows) / (2 * math.sqrt(config.head_dim))
         streams, matrix = [self._streams], block.weight(block.block.attention_out)
         for head in chosen.indices.unique().tolist():
+            shared, in_group = divmod(head, block.group)
+            logs = block.log_probs(block.q, block.k, shared, rows)
+            of_group = of_heads[:, block.heads_of(shared)]
+            effects = block.score_weights(shared, of_group, logs, rows)[in_group]
+            effects /= 2 * math.sqrt(config.head_dim)
             at = (chosen.indices == head).nonzero()[:, 0]
-            here, row, shared = chosen.positions[at], row_of[at], head // block.group
+            here, row = chosen.positions[at], row_of[at]
             targets = self._add_nodes(f"blocks.{block.layer}.attention.heads", head, chosen, at)
-            looks, effect = logs[head, row].exp()[:, positions], effects[head, row]
+            looks, effect = logs[in_group, row].exp()[:, positions], effects[row]
             queries = (block.q + block.mean_q)[head, here]
             keys = effect @ (block.k + block.mean_k)[shared]
             self._connect(targets, (chosen.gradients[at] @ v[shared].T) * looks, "value")
@@ -115,6 +118,7 @@ class Graph:
             columns = slice(head * config.head_dim, (head + 1) * config.head_dim)
             written = block.heads[here, head] - block.mean_heads[head]
             streams.append(written @ matrix[:, columns].T)
+            yield
         self._streams = torch.cat(streams)
 
     def _add_nodes(self, stage: str, head: int, chosen: Chosen, at: Tensor) -> range:

@@ -1,6 +1,6 @@
 """Finding: computes the circuit of one prompt, piece by piece.
 
-A piece is one block of a forward pass, of a backward pass, or of an ablated forward pass. Every
+A piece is one block of a forward pass, or one group of heads of a block in a backward pass. Every
 piece runs on one thread. It has many small operations, and torch's threads wait for each other
 after each of them: while other processes were busy, a piece took ten times as long on two threads
 as on one. Another benefit of one thread is that the bits do not depend on torch's number of

@@ -30,7 +30,7 @@ head_dim, F = d_ff.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -164,17 +164,18 @@ class FrozenBlock:
         """Rows of a layer's matrix, in float32 or wider."""
         return layer.weight.detach()[rows].to(self._dtype)
 
-    def backward(self, g: Tensor, choice: Choice) -> Tensor:
+    def backward(self, g: Tensor, choice: Choice) -> Generator[None, None, Tensor]:
         """The gradients (G, T, C) with respect to the block's input, through the parts that
-        `choice` keeps. `g` is the gradient with respect to the block's output."""
+        `choice` keeps. `g` is the gradient with respect to the block's output. Each piece is one
+        group of heads."""
         before_attention, before_mlp = self.attention_norm.backward, self.mlp_norm.backward
         if self.is_post:
             g = before_mlp(g)
             g = before_attention(g + self._through_mlp(g, choice))
-            return g + self._through_attention(g, choice)
+            return g + (yield from self._through_attention(g, choice))
         after = g + before_mlp(self._through_mlp(g, choice))
         read = g if self.is_parallel else after
-        return after + before_attention(self._through_attention(read, choice))
+        return after + before_attention((yield from self._through_attention(read, choice)))
 
     def project(
         self, q: Tensor, k: Tensor, positions: Tensor | slice = slice(None)
@@ -189,21 +190,24 @@ class FrozenBlock:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q, k
 
-    def log_probs(self, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
-        """Logarithms (H, n, T) of the attention weights of the positions `rows`, given queries (H,
-        T, D) and keys."""
+    def heads_of(self, shared: int) -> slice:
+        """The group of heads that share the keys and values of index `shared`."""
+        return slice(shared * self.group, (shared + 1) * self.group)
+
+    def log_probs(self, q: Tensor, k: Tensor, shared: int, rows: Tensor) -> Tensor:
+        """Logarithms (heads, n, T) of the attention weights of a group of heads at the positions
+        `rows`, given the queries (H, T, D) and keys (K, T, D) of all heads."""
         length = self.q.shape[1]
         visible = visible_keys(length, length, q.device, self.config.window(self.layer))[rows]
-        scores = attention_scores(q[None, :, rows], k[None])[0]
+        scores = attention_scores(q[None, self.heads_of(shared), rows], k[None, [shared]])[0]
         return scores.masked_fill(~visible, -math.inf).log_softmax(-1)
 
-    def score_weights(self, of_heads: Tensor, logs: Tensor, rows: Tensor) -> Tensor:
-        """The weights w (H, n, T): the effects of attention scores on the target. They are computed
-        from the gradient `of_heads` (n, H, D) and the logarithms `logs` (H, n, T) of the attention
-        weights."""
-        v = self.v.repeat_interleave(self.group, dim=0)
-        aligned = torch.einsum("nhd,hsd->hns", of_heads, v)
-        means = self.log_probs(self.mean_q, self.mean_k, rows)
+    def score_weights(self, shared: int, of_heads: Tensor, logs: Tensor, rows: Tensor) -> Tensor:
+        """The weights w (heads, n, T) of a group of heads: the effects of attention scores on the
+        target. They are computed from the gradient `of_heads` (n, heads, D) and the result `logs`
+        of `log_probs`."""
+        aligned = torch.einsum("nhd,sd->hns", of_heads, self.v[shared])
+        means = self.log_probs(self.mean_q, self.mean_k, shared, rows)
         apart = (logs - means).masked_fill(logs.isneginf(), 0.0).abs().clamp(min=1e-6)
         mean = torch.maximum(logs, means).exp() * (-torch.expm1(-apart) / apart)
         center = (mean * aligned).sum(-1, keepdim=True) / mean.sum(-1, keepdim=True)
@@ -255,7 +259,7 @@ class FrozenBlock:
         ]
         return torch.stack(parts).sum(0)
 
-    def _through_attention(self, g: Tensor, choice: Choice) -> Tensor:
+    def _through_attention(self, g: Tensor, choice: Choice) -> Generator[None, None, Tensor]:
         """The gradients (G, T, C) with respect to the (normed) input of attention."""
         config, rows = self.config, self._strong(g, choice, 0)
         of_heads = g[:, rows] @ self.weight(self.block.attention_out)
@@ -266,25 +270,28 @@ class FrozenBlock:
             return torch.zeros_like(g)
         at = kept.any(1)
         rows, of_heads = rows[at], (of_heads * kept[..., None])[:, at]
-        logs = self.log_probs(self.q, self.k, rows)
-        of_v = torch.einsum("hns,gnhd->ghsd", logs.exp(), of_heads)
-        of_v = of_v.unflatten(1, (config.n_kv_head, self.group)).sum(2)  # (G, K, T, D)
-        of_qk = self._of_queries_and_keys(self.score_weights(of_heads.sum(0), logs, rows), rows)
+        of_q, of_k = torch.zeros_like(self.q), torch.zeros_like(self.k)
+        of_v = self.v.new_zeros(GRADIENTS, *self.v.shape)
+        for shared in range(config.n_kv_head):
+            heads = self.heads_of(shared)
+            logs = self.log_probs(self.q, self.k, shared, rows)
+            of_v[:, shared] = torch.einsum("hns,gnhd->gsd", logs.exp(), of_heads[:, :, heads])
+            effects = self.score_weights(shared, of_heads[:, :, heads].sum(0), logs, rows)
+            effects /= 2 * math.sqrt(config.head_dim)
+            of_q[heads, rows] = effects @ (self.k + self.mean_k)[shared]
+            queries = (self.q + self.mean_q)[heads, rows]
+            of_k[shared] = (effects.transpose(1, 2) @ queries).sum(0)
+            yield
+        of_qk = self._before_norm(of_q, of_k)
         start = len(of_qk) * config.head_dim
         qkv = self.weight(self.block.qkv)
         result = of_v.transpose(1, 2).flatten(2) @ qkv[start:]
         result[ATTENTION] += of_qk.transpose(0, 1).flatten(1) @ qkv[:start]
         return result
 
-    def _of_queries_and_keys(self, effects: Tensor, rows: Tensor) -> Tensor:
-        """The gradient (H + K, T, D) with respect to queries and keys before norm and rotation. It
-        is computed from the effects (H, n, T) of the scores at the positions `rows`."""
-        config, root = self.config, 2 * math.sqrt(self.config.head_dim)
-        keys = (self.k + self.mean_k).repeat_interleave(self.group, dim=0)
-        of_q, of_k = torch.zeros_like(self.q), (self.q + self.mean_q)[:, rows]
-        of_q[:, rows] = effects @ keys / root
-        of_k = effects.transpose(1, 2) @ of_k / root
-        of_k = of_k.unflatten(0, (config.n_kv_head, self.group)).sum(1)
+    def _before_norm(self, of_q: Tensor, of_k: Tensor) -> Tensor:
+        """The gradient (H + K, T, D) with respect to queries and keys before norm and rotation,
+        from the gradients after both."""
         if self._rotation is not None:
             cos, sin = self._rotation
             of_q, of_k = rotate(of_q, cos, -sin), rotate(of_k, cos, -sin)

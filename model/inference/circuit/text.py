@@ -67,8 +67,8 @@ class FrozenText:
         self, direction: Tensor, threshold: float, most: int
     ) -> Generator[None, None, Kept | None]:
         """Choose the parts that carry more than `threshold` of the target, which is the product of
-        `direction` (C) with the final hidden state. Each piece is one block. Returns None if there
-        are more than `most` parts."""
+        `direction` (C) with the final hidden state. Each piece is a part of one block. Returns None
+        if there are more than `most` parts."""
         gpt, choice = self.gpt, Choice(threshold)
         g = self.tokens.new_zeros(GRADIENTS, *self.tokens.shape)
         g[VALUES, -1] = direction
@@ -78,7 +78,7 @@ class FrozenText:
         for layer in reversed(range(gpt.config.n_layer)):
             if layer == gpt.config.backout_layer:
                 g = g - backout(gpt) * after
-            g = self.blocks[layer].backward(g, choice)
+            g = yield from self.blocks[layer].backward(g, choice)
             if choice.count > most:
                 return None
             stream, first = mixture(gpt, layer)
