@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import regex
 
 TIMED_CHARACTERS = 100_000
+"""Outside requests, the time limit holds for this many characters, and grows for longer texts."""
 MOST_SECONDS = 2.0
 """Time limit for splitting texts by an unknown pattern, in seconds. It counts the processor time of
 the thread, so other programs do not decide whether a text is accepted."""

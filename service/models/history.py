@@ -13,16 +13,13 @@ from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from logitd.model.checkpoint.run_folder import HISTORY, checkpoints_in
 from logitd.model.plural import pluralize
-from logitd.service.engine.async_engine import SHUTTING_DOWN
+from logitd.service.engine.async_engine import SHUTTING_DOWN, AsyncEngine
 from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import bad_request, queue_full
-
-if TYPE_CHECKING:
-    from logitd.service.models.served import ServedModel
 
 REMEMBERED_SECONDS = 10.0
 """Time for which a caller that was refused a step counts as waiting for it. It is told to try again
@@ -31,17 +28,25 @@ NAMED = 2
 """A message about an unknown step lists this many kept steps before it, and as many after it."""
 
 
-class History:
+class HasEngine(Protocol):
+    """A loaded model."""
+
+    @property
+    def engine(self) -> AsyncEngine: ...
+
+
+Model = TypeVar("Model", bound=HasEngine)
+
+
+class History(Generic[Model]):
     """The steps of one run. Use it only on the event loop."""
 
-    def __init__(
-        self, run: Path, load: Callable[[Path], Awaitable["ServedModel"]], most: int
-    ) -> None:
+    def __init__(self, run: Path, load: Callable[[Path], Awaitable[Model]], most: int) -> None:
         """`load` loads a checkpoint of the run as a model. At most `most` models are in memory."""
         self._folder = run / HISTORY
         self._load = load
         self._most = most
-        self._loaded: OrderedDict[int, ServedModel] = OrderedDict()  # least recently used first
+        self._loaded: OrderedDict[int, Model] = OrderedDict()  # least recently used first
         self._uses: Counter[tuple[int, str]] = Counter()  # by step and caller
         self._refused: dict[str, float] = {}  # callers that wait for a step, and when refused
         self._lock = asyncio.Lock()  # held while `_loaded` changes
@@ -52,7 +57,7 @@ class History:
         progress."""
         return checkpoints_in(self._folder)
 
-    async def open(self, step: int, caller: str) -> "ServedModel":
+    async def open(self, step: int, caller: str) -> Model:
         """Return the model at a step, and keep it in memory until `close` is called for this use.
         Raises EngineStopped, and ApiError: 400 if the step was not kept, 429 if requests are using
         all models in memory or the caller is above its share of them, 503 if the step cannot be
@@ -97,14 +102,14 @@ class History:
                 retry_after=1,
             )
 
-    def _ready(self, step: int) -> "ServedModel | None":
+    def _ready(self, step: int) -> Model | None:
         model = self._loaded.get(step)
         if model is None or model.engine.failure is not None:
             return None
         self._loaded.move_to_end(step)
         return model
 
-    async def _load_step(self, step: int, caller: str) -> "ServedModel":
+    async def _load_step(self, step: int, caller: str) -> Model:
         path = await asyncio.to_thread(self._path, step)
         async with self._lock:
             if self._closed:

@@ -83,7 +83,7 @@ class ServedModel:
     reply_budget: ReplyBudget
     keys: KeyRing
     autoencoders: Mapping[Features, StoredAutoencoder]
-    history: History | None = None
+    history: "History[ServedModel] | None" = None
 
     @property
     def checkpoint(self) -> CheckpointInfo:
