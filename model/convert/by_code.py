@@ -209,9 +209,8 @@ def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: St
         except CodeError as error:
             raise ConvertError(
                 f"without the other files of its folder, {error}. A checkpoint keeps only the "
-                "source files "
-                f"({', '.join(sources)}): put the values that the code reads from other files into "
-                "the code"
+                f"source files ({', '.join(sources)}): put the values that the code reads from "
+                "other files into the code"
             ) from error
 
 

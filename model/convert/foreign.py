@@ -32,7 +32,7 @@ class ConvertError(ValueError):
 
 
 class UnusableTensor(ConvertError):
-    """Raised for a tensor that no model can use, whatever its role."""
+    """Raised for a tensor that is not dense, has no float dtype or is not finite."""
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class EvictionClass(Enum):
 
 
 class Connection(Protocol):
-    """What OpenConnections needs of a connection. `protocol.Connection` documents the methods."""
+    """The methods of a connection that OpenConnections calls. `protocol.py` documents them."""
 
     transport: asyncio.Transport
 

@@ -3,8 +3,8 @@
 A request names a step. The step's weights are loaded at their first use, into a separate engine.
 The most recently used steps stay in memory. A step is removed from memory only if no request uses
 it or its engine has failed, so a request to a step runs and ends like a request to any other model.
-If one caller's requests use so many steps that another caller is refused, the first caller is
-limited to its share of the steps. `lifespan.py` loads the steps.
+After a caller was refused a step, all other callers are limited to an equal share of the steps in
+memory. `lifespan.py` loads the steps.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import bad_request, queue_full
 
 REMEMBERED_SECONDS = 10.0
-"""Time for which a caller that was refused a step counts as waiting for it. It is told to try again
-after 1 second."""
+"""Time for which a refused caller counts as waiting. The refusal asks it to try again after 1
+second."""
 NAMED = 2
 """A message about an unknown step lists this many kept steps before it, and as many after it."""
 

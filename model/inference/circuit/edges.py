@@ -100,16 +100,19 @@ class Graph:
         of_heads = self._streams.new_zeros(len(rows), config.n_head, config.head_dim)
         of_heads[row_of, chosen.indices] = chosen.gradients
         streams, matrix = [self._streams], block.weight(block.block.attention_out)
+        before = -1
         for head in chosen.indices.unique().tolist():
             shared, in_group = divmod(head, block.group)
-            logs = block.log_probs(block.q, block.k, shared, rows)
-            of_group = of_heads[:, block.heads_of(shared)]
-            effects = block.score_weights(shared, of_group, logs, rows)[in_group]
-            effects /= 2 * math.sqrt(config.head_dim)
+            if shared != before:
+                logs = block.log_probs(block.q, block.k, shared, rows)
+                of_group = of_heads[:, block.heads_of(shared)]
+                effects = block.score_weights(shared, of_group, logs, rows)
+                effects /= 2 * math.sqrt(config.head_dim)
+                before = shared
             at = (chosen.indices == head).nonzero()[:, 0]
             here, row = chosen.positions[at], row_of[at]
             targets = self._add_nodes(f"blocks.{block.layer}.attention.heads", head, chosen, at)
-            looks, effect = logs[in_group, row].exp()[:, positions], effects[row]
+            looks, effect = logs[in_group, row].exp()[:, positions], effects[in_group, row]
             queries = (block.q + block.mean_q)[head, here]
             keys = effect @ (block.k + block.mean_k)[shared]
             self._connect(targets, (chosen.gradients[at] @ v[shared].T) * looks, "value")

@@ -1,4 +1,4 @@
-"""Jobs of an owner's code, as far as they need no code."""
+"""The connection to the process of an owner's code, as far as it needs no code."""
 
 import pytest
 import torch
