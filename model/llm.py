@@ -401,6 +401,10 @@ class LLM:
             return getattr(self.hooked, name)
         raise AttributeError(f"LLM has no attribute {name!r}")
 
+    def __dir__(self) -> list[str]:
+        """The names that a notebook completes, with those of `__getattr__`."""
+        return [*super().__dir__(), *BY_NAME, *HookedGPT.API]
+
     def weights(self) -> list[Weight]:
         """The names and shapes of the checkpoint's weights, then of derived weights such as
         `blocks.0.attention.W_OV` (`model/checkpoint/stored_weights.py`)."""

@@ -256,6 +256,7 @@ def test_generation_continues_with_the_hooks_in_place() -> None:
 @torch.no_grad()
 def test_llm_has_the_interface_beside_its_own(llm: LLM) -> None:
     ids = list(TEXT.encode())
+    assert {"tokenize", "run_with_cache"} <= set(dir(llm))  # notebooks complete these names
     before = llm.logits(ids)
     logits, cache = llm.run_with_cache(
         TEXT, prepend_bos=False, names_filter="blocks.1.hook_mlp_out"
