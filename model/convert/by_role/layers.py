@@ -64,11 +64,25 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
             biases[twin] = name
         else:
             weights[path] = name, shape
+    weights = _with_norms_of_any_name(weights, {path: shapes[name] for path, name in biases.items()})
     modules = [
         Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
     ]
     # A bias without a weight becomes a module, so that it is reported as unknown.
     return modules + [Module(path, name, ()) for path, name in biases.items()]
+
+
+def _with_norms_of_any_name(
+    weights: Mapping[tuple[str, ...], tuple[str, Shape]], biases: Mapping[tuple[str, ...], Shape]
+) -> dict[tuple[str, ...], tuple[str, Shape]]:
+    """`weights`, where the only vector in the same module as a bias without a weight is the bias's
+    weight: `norm.anything` if there is `norm.bias`."""
+    renamed: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for module in biases.keys() - weights.keys():
+        inside = [path for path in weights if path[:-1] == module]
+        if len(inside) == 1 and weights[inside[0]][1] == biases[module]:
+            renamed[inside[0]] = module
+    return {renamed.get(path, path): weight for path, weight in weights.items()}
 
 
 def _twin(
