@@ -64,7 +64,8 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
             biases[twin] = name
         else:
             weights[path] = name, shape
-    weights = _with_norms_of_any_name(weights, {path: shapes[name] for path, name in biases.items()})
+    bias_shapes = {path: shapes[name] for path, name in biases.items()}
+    weights = _with_norms_of_any_name(weights, bias_shapes)
     modules = [
         Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
     ]
@@ -75,8 +76,8 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
 def _with_norms_of_any_name(
     weights: Mapping[tuple[str, ...], tuple[str, Shape]], biases: Mapping[tuple[str, ...], Shape]
 ) -> dict[tuple[str, ...], tuple[str, Shape]]:
-    """`weights`, where the only vector in the same module as a bias without a weight is the bias's
-    weight: `norm.anything` if there is `norm.bias`."""
+    """Rename the weights of norms. If a module has a bias and no weight, its only vector is the
+    weight, under any name: `norm.stretch` next to `norm.bias`."""
     renamed: dict[tuple[str, ...], tuple[str, ...]] = {}
     for module in biases.keys() - weights.keys():
         inside = [path for path in weights if path[:-1] == module]

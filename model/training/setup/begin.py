@@ -343,9 +343,9 @@ def _text_notices(text: PreparedText) -> Iterator[str]:
     """Report Windows line ends in the text, and names of special tokens and their encoding."""
     if windows_lines := text.record.get("windows_lines"):
         yield (
-            f"{windows_lines:,} lines of the text end in CR LF, as Windows writes them, so the model "
-            "rarely sees the plain line ends of a typed prompt. To convert a file before training: "
-            "sed -i 's/\\r$//' FILE"
+            f"{windows_lines:,} lines of the text end in CR LF, as Windows writes them, so the "
+            "model rarely sees the plain line ends of a typed prompt. To convert a file before "
+            "training: sed -i 's/\\r$//' FILE"
         )
     if not (names := text.record.get("special_names")):
         return
