@@ -61,6 +61,19 @@ class PreparedText:
         return bool(self.record.get("special_tokens") == "ids")
 
 
+@dataclass
+class Found:
+    """Counts of properties of a text that its user may not expect."""
+
+    names: Counter[str]  # of special tokens, by name
+    lines: int
+    windows_lines: int  # ending in CR LF
+
+    @property
+    def mostly_windows(self) -> bool:
+        return 2 * self.windows_lines > self.lines
+
+
 def prepare_text(
     text: Text,
     folder: Path,
@@ -88,10 +101,10 @@ def prepare_text(
     ):
         writers: dict[Side, ShardWriter] = {"train": train_writer, "val": val_writer}
         if text.shards:
-            sha256, names = shards_sha256(text.shards, tokenizer), Counter[str]()
+            sha256, found = shards_sha256(text.shards, tokenizer), Found(Counter(), 0, 0)
             documents = reuse_shards(text.shards, tokenizer, val_fraction, writers)
         else:
-            sha256, documents, names = _tokenize(
+            sha256, documents, found = _tokenize(
                 text, tokenizer, split, writers, special_ids=special_ids
             )
     train, val = (open_shard(path, identity) for path in paths)
@@ -108,7 +121,8 @@ def prepare_text(
         "built_in": text.built_in,
         "python": sys.version.split()[0],
         "special_tokens": "ids" if special_ids else "text",
-        **({"special_names": dict(names)} if names else {}),
+        **({"special_names": dict(found.names)} if found.names else {}),
+        **({"windows_lines": found.windows_lines} if found.mostly_windows else {}),
         **({"downloads": list(text.downloads)} if text.downloads else {}),
     }
     tokenizer.write_ranks(folder / RANKS)
@@ -178,14 +192,13 @@ def _tokenize(
     writers: Mapping[Side, ShardWriter],
     *,
     special_ids: bool,
-) -> tuple[str, int, Counter[str]]:
+) -> tuple[str, int, Found]:
     """Encode every document, piece by piece, and append the ids to the training or validation
-    shard. Returns the sha256 of the text, the number of documents, and how often each special
-    token's name occurs."""
+    shard. Returns the sha256 of the text, the number of documents, and what was counted."""
     assert tokenizer.end_of_text is not None
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-    digest, found = hashlib.sha256(), Counter[str]()
+    digest, found = hashlib.sha256(), Found(Counter(), 0, 0)
     count = unchecked = 0
     for document in text.documents:
         count += 1
@@ -196,7 +209,9 @@ def _tokenize(
                 check(tokenizer, piece)
                 unchecked += 1
             digest.update(raw)
-            found.update(names.findall(piece))
+            found.names.update(names.findall(piece))
+            found.lines += piece.count("\n")
+            found.windows_lines += piece.count("\r\n")
             writers[side].append(encode(tokenizer, piece, special_ids=special_ids), len(raw))
             touched.add(side)
         digest.update(b"\0")

@@ -132,7 +132,7 @@ def _check_code_options(
         raise CheckpointError(
             f"{checkpoint.path} is computed by its owner's code ({config.code}), which runs with "
             "your permissions, in a process without network access: if you trust the code, add "
-            "--run-code or set LOGITD_RUN_CODE=1"
+            "--run-code (run_code=True in Python) or set LOGITD_RUN_CODE=1"
         )
     if config.file not in checkpoint.sources:
         raise CheckpointError(

@@ -127,9 +127,15 @@ class Verification(ReplyBody):
     circuit_alone: float = Field(
         description="All parts outside the circuit are set to their means."
     )
-    circuit_alone_share: float | None
+    circuit_alone_share: float | None = Field(
+        description="Where `circuit_alone` is on the way from `without_all` (0) to the "
+        "difference (1)."
+    )
     without_circuit: float = Field(description="The circuit is set to its means.")
-    without_circuit_share: float | None
+    without_circuit_share: float | None = Field(
+        description="Where `without_circuit` is on the way from `without_all` (0) to the "
+        "difference (1)."
+    )
     without_all: float = Field(description="All parts are set to their means.")
 
 

@@ -64,11 +64,26 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
             biases[twin] = name
         else:
             weights[path] = name, shape
+    bias_shapes = {path: shapes[name] for path, name in biases.items()}
+    weights = _with_norms_of_any_name(weights, bias_shapes)
     modules = [
         Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
     ]
     # A bias without a weight becomes a module, so that it is reported as unknown.
     return modules + [Module(path, name, ()) for path, name in biases.items()]
+
+
+def _with_norms_of_any_name(
+    weights: Mapping[tuple[str, ...], tuple[str, Shape]], biases: Mapping[tuple[str, ...], Shape]
+) -> dict[tuple[str, ...], tuple[str, Shape]]:
+    """Rename the weights of norms. If a module has a bias and no weight, its only vector is the
+    weight, under any name: `norm.stretch` next to `norm.bias`."""
+    renamed: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for module in biases.keys() - weights.keys():
+        inside = [path for path in weights if path[:-1] == module]
+        if len(inside) == 1 and weights[inside[0]][1] == biases[module]:
+            renamed[inside[0]] = module
+    return {renamed.get(path, path): weight for path, weight in weights.items()}
 
 
 def _twin(

@@ -104,7 +104,7 @@ FIRST_NORM = re.compile(
     r"(input|pre|first).*|.*(attn|att|attention|_sa|sa_).*|.*(1|0|_a)$|.*_(one|first)$|ln_?1.*"
 )
 
-NORM_WEIGHTS, NORM_BIASES = ("weight", "gamma", "scale", "g", "a_2", "alpha", "w"), (
+NORM_WEIGHTS, NORM_BIASES = ("weight", "gamma", "gain", "scale", "g", "a_2", "alpha", "w"), (
     "bias", "beta", "shift", "b", "b_2",
 )  # fmt: skip
 

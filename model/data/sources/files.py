@@ -41,7 +41,10 @@ BY_NAME: dict[str, Kind] = {
     ".ndjson": "json lines",
 }
 RECORDS = {"json lines": json_lines, "json": json_value, "csv": csv_documents}
-ONLY_TEXT = "convert it to UTF-8, or name only text files, for example 'FOLDER/**/*.txt'"
+ONLY_TEXT = (
+    "convert it to UTF-8 (a text from Windows: iconv -f WINDOWS-1252 -t UTF-8, or -f UTF-16), or "
+    "name only text files, for example 'FOLDER/**/*.txt'"
+)
 
 
 def named_files(name: str) -> list[Path]:

@@ -62,6 +62,12 @@ class Request:
         return [self.expression] if self.call is None else [self.expression, self.call]
 
 
+EXPRESSION = (
+    "Give an expression that creates the model as it was trained, such as "
+    "'GPT(vocab_size=65, n_head=4)'"
+)
+
+
 class Values(dict[str, Any]):
     """A dictionary whose keys are also attributes. Each key that is looked up is added to
     `asked`."""
@@ -275,26 +281,42 @@ def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
 
 def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load the weights. Raises Problem if a parameter is missing, unless it shares its tensor with
-    another, or if a tensor is unused, unless it is a mask or a table of positions."""
+    another, if a tensor is unused, unless it is a mask or a table of positions, or if parameters
+    that share their tensor have different weights."""
     problems: list[str] = []
     for names in renamed(weights, model):
         try:
             missing, unexpected = model.load_state_dict(names, strict=False)
         except RuntimeError as error:
+            said = " ".join(str(error).split())
             raise Problem(
-                f"the weights do not fit the owner's model: {str(error)[:500]}"
+                f"the weights do not fit the owner's model: {said[:500]}. {EXPRESSION}"
             ) from error
         buffers = {name for name, _ in model.named_buffers()}
         learned = [name for name in missing if name not in buffers]
         tied = [name for name in learned if shared(model, name, names)]
         left = [name for name in unexpected if is_weight(name, names[name])]
         if len(learned) == len(tied) and not left:
+            _refuse_overwritten(model, names)
             return
         problems.append(
             f"the owner's model and the checkpoint have different tensors: the checkpoint lacks "
             f"{learned[:3] or 'none'}, and the model lacks {left[:3] or 'none'}"
         )
     raise Problem(problems[0])  # report the attempt with unchanged names
+
+
+def _refuse_overwritten(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in weights:
+            continue
+        other = first.setdefault(parameter, name)
+        if not torch.equal(weights[name], weights[other]):
+            raise Problem(
+                f"{other} and {name} are one parameter in the owner's model, but they differ in "
+                f"the checkpoint. {EXPRESSION}"
+            )
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:

@@ -210,7 +210,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
             _refuse_changed_text(training.config, text, report)
         _check_prompts(training.config.prompts, text)
         report(Prepared(text.record, text.tokenizer.vocab_size))
-        for notice in _special_tokens_notice(text):
+        for notice in _text_notices(text):
             report(Noticed(notice))
         with directory.preparing():
             notes = directory.rewind(saved.step)
@@ -320,7 +320,7 @@ def _notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
             f"{share:.1%} of the text is held out, although val_fraction is {asked:.1%}: small "
             "documents are not split, and a tokenized text keeps its split"
         )
-    yield from _special_tokens_notice(text)
+    yield from _text_notices(text)
     steps, model, warmup = training.length.steps, training.model, training.recipe.warmup
     if steps is None:
         return
@@ -339,8 +339,14 @@ def _notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
         )
 
 
-def _special_tokens_notice(text: PreparedText) -> Iterator[str]:
-    """Report names of special tokens in the text, if there are any, and how they are encoded."""
+def _text_notices(text: PreparedText) -> Iterator[str]:
+    """Report Windows line ends in the text, and names of special tokens and their encoding."""
+    if windows_lines := text.record.get("windows_lines"):
+        yield (
+            f"{windows_lines:,} lines of the text end in CR LF, as Windows writes them, so the "
+            "model rarely sees the plain line ends of a typed prompt. To convert a file before "
+            "training: sed -i 's/\\r$//' FILE"
+        )
     if not (names := text.record.get("special_names")):
         return
     first = shlex.quote(next(iter(names)))

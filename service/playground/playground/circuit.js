@@ -75,7 +75,7 @@ export class Circuit {
     const whole = `After token ${position}, the logit of "${token}" is ${signed(circuit.difference)} above that of "${minus}".`;
     const found = `${count(nodes)} explain ${share(circuit.share)} of it, with attention weights, norms and gates frozen.`;
     const alone = verification.circuit_alone_share;
-    const tested = `With nothing frozen, the difference is ${signed(verification.circuit_alone)} with these parts alone (${share(alone)}), ${signed(verification.without_circuit)} without them (${share(verification.without_circuit_share)}), and ${signed(verification.without_all)} without any part.`;
+    const tested = `With nothing frozen, the difference is ${signed(verification.circuit_alone)} with these parts alone and ${signed(verification.without_circuit)} without them: ${share(alone)} and ${share(verification.without_circuit_share)} of the way from ${signed(verification.without_all)}, the difference without any part, to ${signed(circuit.difference)}.`;
     const doubt = alone !== null && Math.abs(alone - 1) > 0.5 ? [element("p", { class: "problem" }, "These parts alone do not produce the difference, so the graph does not explain it. Allow more parts or a larger share.")] : [];
     const ignored = this.#app.interventions.list.length ? [hint("The changes made in Inside and Features do not apply to this tab.")] : [];
     return [

@@ -55,7 +55,7 @@ def test_code_runs_only_if_it_is_allowed(tmp_path: Path, monkeypatch: pytest.Mon
     path = written(tmp_path, ENDS)
     monkeypatch.delenv("LOGITD_RUN_CODE", raising=False)
     for allowed in (None, False):
-        with pytest.raises(LoadError, match=r"owner\.py:Model.*--run-code .*LOGITD_RUN_CODE=1"):
+        with pytest.raises(LoadError, match=r"owner\.py:Model.* \(run_code=True in .*_RUN_CODE=1"):
             LLM(path, run_code=allowed)
     monkeypatch.setenv("LOGITD_RUN_CODE", "1")
     with pytest.raises(LoadError, match="add --run-code"):

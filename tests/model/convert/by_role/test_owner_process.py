@@ -225,7 +225,14 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     "other shapes": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
         "        self.build(29, 16, 64, 4, 2)\n", "GPT",
-        r"the weights do not fit the owner's model: .*size mismatch",
+        r"the weights do not fit the owner's model: .*size mismatch.*Give an expression",
+    ),
+    "a tied head, but other weights in the file": (
+        "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
+        "        self.build(29, 16, 32, 4, 2)\n"
+        "        self.out_head.weight = self.tok_emb.weight\n", "GPT",
+        r"tok_emb\.weight and out_head\.weight are one parameter in the owner's model.*differ in "
+        "the checkpoint.*Give an expression",
     ),
     "a forward that fails": (
         DICTIONARY + "\n    def forward(self, ids):\n        raise RuntimeError('out of order')\n",

@@ -87,3 +87,21 @@ def test_tables_without_a_telling_name() -> None:
     assert names_by_role["token_embedding", "weight"] == "letters.weight"
     assert names_by_role["positions", "weight"] == "places.weight"
     assert names_by_role["head", "weight"] == "out.weight"
+
+
+def test_vector_next_to_a_bias_is_its_weight() -> None:
+    """The norms have `gain` and `shift`, or a word of their own and `bias`."""
+    names = {name: shape for name, shape in BLOCK.items() if not name.startswith("ln")}
+    norms = {"pre.gain": (WIDTH,), "pre.shift": (WIDTH,), "post.a": (WIDTH,), "post.bias": (WIDTH,)}
+    tensors = block({**names, **norms}, "stack.0.") | {
+        "embed.weight": torch.rand(ROWS, WIDTH),
+        "last.stretch": torch.rand(WIDTH),
+        "last.bias": torch.rand(WIDTH),
+    }
+    found = roles(tensors)
+    assert found["attention_norm", "weight"] == "stack.{N}.pre.gain"
+    assert found["attention_norm", "bias"] == "stack.{N}.pre.shift"
+    assert found["mlp_norm", "weight"] == "stack.{N}.post.a"
+    assert found["mlp_norm", "bias"] == "stack.{N}.post.bias"
+    assert found["final_norm", "weight"] == "last.stretch"
+    assert found["final_norm", "bias"] == "last.bias"

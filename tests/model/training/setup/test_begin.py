@@ -158,6 +158,18 @@ def test_names_at_which_a_text_is_split_are_not_reported(
     assert read_prepared(config.out / "data").record["documents"] == 300
 
 
+@pytest.mark.parametrize(("ends", "reported"), [("\r\n", 300), ("\n", 0)])
+def test_windows_line_ends_are_reported(
+    configure: Configure, tmp_path: Path, ends: str, reported: int
+) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text(story(300) + "\nplain\n", newline=ends)
+    path.write_bytes(path.read_bytes().replace(b"plain\r\n", b"plain\n"))
+    said = notices(configure(data=(str(path),), steps=1))
+    assert ("sed -i" in said) is bool(reported)
+    assert not reported or re.search(rf"\b{reported} lines of the text end in CR LF", said)
+
+
 @pytest.mark.parametrize(("files", "reported"), [(15, True), (19, False)])
 def test_held_out_share_far_from_val_fraction_is_reported(
     configure: Configure, tmp_path: Path, files: int, reported: bool
