@@ -259,9 +259,7 @@ def test_waiting_stream_is_kept_alive(server: Serving, monkeypatch: pytest.Monke
     assert [i for choice in deltas for i in choice["token_ids"]] == spelled("a", 5)
 
 
-def test_waiting_stream_echoes_its_prompt(
-    server: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_stream_echoes_its_prompt(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
     body = POSTS["/generate"] | {"echo": True, "stream": True}
     with server.connect() as raw:
