@@ -132,9 +132,7 @@ def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -
             return unavailable(str(error))
 
 
-def queue_full(
-    message: str, retry_after: int, limit: Limit | None = None, code: str = "queue_full"
-) -> ApiError:
+def queue_full(message: str, retry_after: int, limit: Limit, code: str = "queue_full") -> ApiError:
     return ApiError(429, "rate_limit_error", message, None, code, retry_after, limit)
 
 
