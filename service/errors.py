@@ -142,11 +142,10 @@ def raise_failure(event: FinishEvent) -> None:
         case FinishReason.STOP | FinishReason.LENGTH:
             return
         case FinishReason.TIMEOUT:
-            waited = event.times.finished - event.times.arrived
             raise ApiError(
                 504,
                 "timeout_error",
-                f"the request's timeout expired after {waited:.3g} s, with "
+                "the request's timeout expired with "
                 f"{pluralize(event.completion_tokens, 'token')} generated",
                 "timeout",
                 "deadline_exceeded",
