@@ -132,9 +132,7 @@ def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -
             return unavailable(str(error))
 
 
-def queue_full(
-    message: str, retry_after: int, limit: Limit | None = None, code: str = "queue_full"
-) -> ApiError:
+def queue_full(message: str, retry_after: int, limit: Limit, code: str = "queue_full") -> ApiError:
     return ApiError(429, "rate_limit_error", message, None, code, retry_after, limit)
 
 
@@ -144,11 +142,10 @@ def raise_failure(event: FinishEvent) -> None:
         case FinishReason.STOP | FinishReason.LENGTH:
             return
         case FinishReason.TIMEOUT:
-            waited = event.times.finished - event.times.arrived
             raise ApiError(
                 504,
                 "timeout_error",
-                f"the request's timeout expired after {waited:.3g} s, with "
+                "the request's timeout expired with "
                 f"{pluralize(event.completion_tokens, 'token')} generated",
                 "timeout",
                 "deadline_exceeded",

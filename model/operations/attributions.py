@@ -230,7 +230,10 @@ def _probe(direction: Direction, config: GPTConfig) -> Probe:
             f"direction.stage is {direction.stage!r}, which names several stages; name one",
             "direction",
         )
-    return Probe(stage.name, as_array(direction.values))
+    try:
+        return Probe(stage.name, as_array(direction.values, "direction.values"))
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), "direction") from error
 
 
 def _attribution_json(

@@ -33,6 +33,12 @@ def encode_all(
 
 def encode_within(text: str, param: str, subject: Subject) -> TokenIds:
     """The token ids of a text. Raises ContextLengthExceeded if the context cannot hold them."""
+    check_length(text, param, subject)
+    return tuple(encode_text(text, subject.tokenizer, param))
+
+
+def check_length(text: str, param: str, subject: Subject) -> None:
+    """Raise ContextLengthExceeded if a text is certainly too long for the context."""
     least = subject.tokenizer.least_tokens(text)
     if least > subject.context_length:
         raise ContextLengthExceeded(
@@ -40,7 +46,6 @@ def encode_within(text: str, param: str, subject: Subject) -> TokenIds:
             f"the model's context is {subject.context_length}. Shorten it",
             param,
         )
-    return tuple(encode_text(text, subject.tokenizer, param))
 
 
 def encode_text(
@@ -136,4 +141,5 @@ def clip(text: str, limit: int = 80) -> str:
 
 def _named(param: str) -> str:
     """The noun by which a message refers to a string from the field `param`."""
-    return "the prompt" if param == "prompt" else f"one of {param}"
+    names = {"prompt": "the prompt", "messages": "the conversation"}
+    return names.get(param, f"one of {param}")

@@ -114,11 +114,13 @@ class _Pass:
         for text in tokens:
             lengths[text[0]].add(len(text))
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        self._all_special = tokens.keys() <= set(special)
         self._first = regex.compile(f"[{''.join(map(regex.escape, lengths))}]")
 
     def split(self, text: str, written: str, within: Cut) -> Iterator[Cut]:
         at = done = within.start  # search from `at`; text before `done` is cut
-        while (match := self._first.search(text, at, within.end)) is not None:
+        searched = written if self._all_special else text  # special tokens are only in `written`
+        while (match := self._first.search(searched, at, within.end)) is not None:
             left = match.start()
             found = self._longest(text, written, left, within.end)
             at = left + max(1, len(found))
@@ -143,7 +145,7 @@ class _Pass:
 
     def _longest(self, text: str, written: str, start: int, end: int) -> str:
         """The longest token that begins at `start`, or ""."""
-        for length in self._lengths[text[start]]:
+        for length in self._lengths.get(text[start], ()):
             found = text[start : start + length]
             if found not in self._tokens or start + length > end:
                 continue

@@ -42,6 +42,8 @@ class Limit(StrEnum):
     TOKENS = "queue_tokens"
     ELEMENTS = "queue_elements"
     REPLIES = "reply_elements"  # in memory for all replies together
+    STEPS = "history_steps"  # of a run, in memory at once
+    CONSTRAINTS = "constraints"  # compiled at the same time
     KEY_PER_MINUTE = "key_per_minute"  # requests of one API key
     KEY_AT_ONCE = "key_at_once"
 

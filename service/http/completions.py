@@ -103,9 +103,9 @@ class Generation:
                 silent = time.monotonic() - self._sent
                 new = await self._submission.take(max(0.0, sse.KEEP_ALIVE_SECONDS - silent))
                 self._waits = False
-                part = self._grown(new)
+                part = self._grown(new) if new else b""
                 silent = time.monotonic() - self._sent
-                if not new and silent >= sse.KEEP_ALIVE_SECONDS and not self._submission.finished:
+                if not part and silent >= sse.KEEP_ALIVE_SECONDS and not self._submission.finished:
                     part = sse.KEEP_ALIVE
                 if part:
                     yield part

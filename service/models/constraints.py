@@ -29,6 +29,7 @@ from logitd.model.inference.constraints.sandbox import (
     request_of,
 )
 from logitd.model.inference.errors import ConstraintError
+from logitd.service.engine.admission import Limit
 from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
 
@@ -186,4 +187,5 @@ class Constraints:
         return queue_full(
             f"{len(self._compiling)} other constraints are being compiled; try again in about 1 s",
             retry_after=1,
+            limit=Limit.CONSTRAINTS,
         )

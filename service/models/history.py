@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from logitd.model.checkpoint.run_folder import HISTORY, checkpoints_in
 from logitd.model.plural import pluralize
+from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import SHUTTING_DOWN, AsyncEngine
 from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import bad_request, queue_full
@@ -100,6 +101,7 @@ class History(Generic[Model]):
                 f"{step} you would use {len(own)} of them; try again in about 1 s, or raise "
                 "--history-steps",
                 retry_after=1,
+                limit=Limit.STEPS,
             )
 
     def _ready(self, step: int) -> Model | None:
@@ -148,4 +150,5 @@ class History(Generic[Model]):
                 f"requests are using every step in memory, which holds at most {self._most}; try "
                 "again in about 1 s, or raise --history-steps",
                 retry_after=1,
+                limit=Limit.STEPS,
             )

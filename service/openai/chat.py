@@ -7,7 +7,7 @@ from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.operations.operation import Subject
-from logitd.model.operations.prompts import encode_within, no_vocabulary
+from logitd.model.operations.prompts import check_length, encode_within, no_vocabulary
 from logitd.model.text.chat_template import ChatTemplateError, Message
 from logitd.service.errors import bad_request
 from logitd.service.openai import chat_schemas
@@ -37,9 +37,12 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
             "messages",
             "no_chat_template",
         )
+    messages = [_message(message) for message in body.messages]
+    # First, because the template and the search for special tokens in its output take long.
+    check_length("".join(message["content"] for message in messages), "messages", subject)
     try:
         pieces = checkpoint.chat_template.render(
-            [_message(message) for message in body.messages],
+            messages,
             checkpoint.tokenizer,
             add_generation_prompt=body.begins_answer,
             continue_final_message=bool(body.continue_final_message),

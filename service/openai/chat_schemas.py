@@ -274,7 +274,9 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
     def _tool_choice_is_possible(
         cls, choice: str | NamedTool | None, info: ValidationInfo
     ) -> str | NamedTool | None:
-        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if "tools" not in info.data:  # they are refused
+            return choice
+        names = [tool.function.name for tool in info.data["tools"] or ()]
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise ValueError(
                 f"tool_choice names the function {choice.function.name[:64]!r}, which `tools` "

@@ -257,3 +257,16 @@ def test_waiting_stream_is_kept_alive(server: Serving, monkeypatch: pytest.Monke
     assert stream.startswith(b": keep-alive\n\n: keep-alive\n\n")
     deltas = [choice for chunk in events(stream) for choice in chunk["choices"]]
     assert [i for choice in deltas for i in choice["token_ids"]] == spelled("a", 5)
+
+
+def test_waiting_stream_echoes_its_prompt(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
+    body = POSTS["/generate"] | {"echo": True, "stream": True}
+    with server.connect() as raw:
+        with ExitStack() as stack:
+            occupy(server, stack)
+            raw.sendall(request_bytes("/generate", body, "Connection: close"))
+            begun = read_until(raw, b": keep-alive\n\n")
+        stream = b"".join(dechunked(begun + read_all(raw)))
+    deltas = [choice for chunk in events(stream) for choice in chunk["choices"]]
+    assert [i for choice in deltas for i in choice["token_ids"]] == [97, *spelled("a", 5)]

@@ -77,10 +77,11 @@ async def weights(context: AtStep, state: State) -> dict[str, Any]:
     """Every tensor of the checkpoint, then the derived tensors: embedding `W_E`, unembedding `W_U`,
     and the matrices of each head, by which row vectors are multiplied (`x @ W`)."""
     async with state.weight_reads:
-        listed = await asyncio.to_thread(_list, context.checkpoint)
+        checkpoint = context.checkpoint  # a reload may replace the context's checkpoint meanwhile
+        listed = await asyncio.to_thread(_list, checkpoint)
     return {
         "model": context.model.name,
-        "checkpoint": checkpoint_name(context.checkpoint),
+        "checkpoint": checkpoint_name(checkpoint),
         "weights": [
             {"name": each.name, "shape": list(each.shape), "dtype": each.dtype} for each in listed
         ],
@@ -116,33 +117,39 @@ async def weight(
     otherwise it is JSON."""
     media_type = negotiate(request, _Form(dtype), ARRAYS)
     async with state.weight_reads:
-        chosen, shape = await asyncio.to_thread(_choose, context.checkpoint, name, part)
+        checkpoint = context.checkpoint  # a reload may replace the context's checkpoint meanwhile
+        chosen, shape = await asyncio.to_thread(_choose, checkpoint, name, part)
         elements = -(-prod(shape) * ITEM_BYTES[dtype] // 4)
         context.subject.check_array(elements)
         context.model.reply_budget.take(elements)
         try:
-            values = await asyncio.to_thread(_read, context.checkpoint, name, chosen)
+            values = await asyncio.to_thread(_read, checkpoint, name, chosen)
             array = (await asyncio.to_thread(encoded, values, dtype)).reshape(shape)
         except BaseException:
             context.model.reply_budget.give_back(elements)
             raise
     return sse.StreamedResponse(
-        _pieces(array, name, dtype, media_type, context),
+        _pieces(array, name, dtype, media_type, checkpoint, context),
         on_end=lambda: context.model.reply_budget.give_back(elements),
         write_timeout=context.model.settings.slow_reader_timeout,
         media_type=media_type,
-        headers=checkpoint_headers(context.checkpoint),
+        headers=checkpoint_headers(checkpoint),
     )
 
 
 async def _pieces(
-    array: Array, name: str, dtype: DType, media_type: str, context: RequestContext
+    array: Array,
+    name: str,
+    dtype: DType,
+    media_type: str,
+    checkpoint: CheckpointInfo,
+    context: RequestContext,
 ) -> AsyncIterator[bytes]:
     if media_type != JSON:
         if media_type == NPY:
             yield npy_header(array.shape, dtype)
         else:
-            metadata = checkpoint_metadata(context.checkpoint)
+            metadata = checkpoint_metadata(checkpoint)
             yield safetensors_header([TensorSpec(name, dtype, array.shape)], metadata)
         for part in byte_parts(array):
             yield part
@@ -150,7 +157,7 @@ async def _pieces(
     head = orjson.dumps(
         {
             "model": context.model.name,
-            "checkpoint": checkpoint_name(context.checkpoint),
+            "checkpoint": checkpoint_name(checkpoint),
             "name": name,
             "dtype": dtype,
             "shape": list(array.shape),

@@ -84,3 +84,15 @@ def test_split_takes_linear_time(contents: list[str], text: str) -> None:
     added = AddedTokens({}, {content: place for place, content in enumerate(contents)}, flags)
     assert any(cut.token_id is not None for cut in added.split(text))
     assert time.process_time() - began < 10
+
+
+def test_text_that_nobody_wrote_is_not_searched_for_special_tokens() -> None:
+    """A search that stopped at each "<" would take seconds."""
+    added = AddedTokens({"<x>": 7}, {}, {})
+    text = "<x>" + "<" * 1_000_000
+    began = time.process_time()
+    assert list(added.split(text, "<x>" + "_" * 1_000_000)) == [
+        Cut(0, 3, 7), Cut(3, len(text), None),
+    ]  # fmt: skip
+    assert list(added.split(text)) == [Cut(0, len(text), None)]
+    assert time.process_time() - began < 0.5

@@ -171,6 +171,16 @@ def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) 
         eventually(lambda: budget.used == 0)
 
 
+@pytest.mark.parametrize(
+    ("values", "said"), [([1e39], "is too large for float32"), ([[1], [2, 3]], "different lengths")]
+)
+def test_direction_that_is_no_array_is_refused(server: Serving, values: Any, said: str) -> None:
+    body = {"prompt": "a", "direction": {"stage": "embedding", "values": values}}
+    error = server.refused("/attributions", body)
+    assert error.param == "direction"
+    assert said in error.message
+
+
 def test_direction_without_finite_gradients_is_a_400(server: Serving) -> None:
     """Such a direction once ended in a 500, logged as a failure of the engine."""
     stage = "blocks.0.output"

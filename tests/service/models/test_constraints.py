@@ -16,6 +16,7 @@ from logitd.model.inference.constraints.compiler import (
     Source,
 )
 from logitd.model.inference.constraints.sandbox import Sandbox
+from logitd.service.engine.admission import Limit
 from logitd.service.errors import ApiError
 from logitd.service.metrics.metrics import Metrics
 from logitd.service.models import constraints as module
@@ -197,7 +198,7 @@ async def test_compilations_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch)
     first = [asyncio.create_task(b.constraints.compiled(literal(i))) for i in range(3)]
     await asyncio.sleep(0)
     error = await error_of(b.constraints.compiled(literal(3)))
-    assert (error.status, error.retry_after) == (429, 1)
+    assert (error.status, error.retry_after, error.limit) == (429, 1, Limit.CONSTRAINTS)
     assert b.count("busy") == 1
     same = asyncio.create_task(b.constraints.compiled(literal(0)))
     await asyncio.sleep(0)

@@ -13,6 +13,7 @@ import pytest
 from logitd.model.checkpoint.run_folder import HISTORY
 from logitd.service.application.app import create_app
 from logitd.service.client.client import Client
+from logitd.service.engine.admission import Limit
 from logitd.service.errors import ApiError
 from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
@@ -163,7 +164,7 @@ def test_callers_share_the_steps_in_memory(run: Path) -> None:
         for caller, step in (("few", 4), ("many", 1)):
             with pytest.raises(ApiError, match="--history-steps") as refusal:
                 use(caller, step)
-            assert refusal.value.status == 429
+            assert (refusal.value.status, refusal.value.limit) == (429, Limit.STEPS)
         for _ in range(2):
             server.loop.call_soon_threadsafe(history.close, 1, "many")
         use("few", 4)

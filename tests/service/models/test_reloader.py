@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
+from logitd.service.http.routes import weights
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.service.serving import Serving, at_work, eventually, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
@@ -292,6 +293,23 @@ def test_sweep_is_of_one_checkpoint(run: Path) -> None:
         assert cells == before["cells"]
         assert replies[0]["swapped"]
         assert server.json("/sweep", body)["cells"] != before["cells"]
+
+
+@pytest.mark.parametrize(("path", "read"), [("/weights/W_E", "_read"), ("/weights", "_list")])
+def test_weights_name_the_checkpoint_that_they_were_read_from(
+    path: str, read: str, server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reload happens while the file is read."""
+
+    def reading(checkpoint: CheckpointInfo, *rest: Any) -> Any:
+        assert reload(server, "step-2").json()["swapped"]
+        return before(checkpoint, *rest)
+
+    before = getattr(weights, read)
+    monkeypatch.setattr(weights, read, reading)
+    response = server.client.get(path)
+    assert response.json()["checkpoint"]["step"] == 1
+    assert response.headers.get("X-Logitd-Step", "1") == "1"
 
 
 def test_request_after_the_reload_timeout_gets_an_error(

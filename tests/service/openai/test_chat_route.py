@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from logitd.model.text.chat_template import ChatTemplate
 from logitd.service.http.schemas import ErrorDetail, ErrorReply
 from logitd.service.openai.chat_schemas import ChatReply
 from tests.model.factories import save_tiny_checkpoint
@@ -304,6 +305,15 @@ def test_unsupported_field_is_refused(
 
 def test_empty_rendered_prompt_is_refused(parrot: Serving) -> None:
     assert refusal(parrot, messages=ask("")).param == "messages"
+
+
+def test_long_conversation_is_refused_before_the_template_runs(
+    parrot: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("rendered"))
+    error = refusal(parrot, messages=[{"role": "user", "content": "a" * 99_999}] * 2)
+    assert (error.param, error.code) == ("messages", "context_length_exceeded")
+    assert error.message.startswith("the conversation has 199998 characters")
 
 
 def test_error_in_a_stream_is_its_last_event(parrot: Serving) -> None:
