@@ -82,6 +82,24 @@ def test_merged_checkpoint_computes_like_base_and_adapter(
     assert "About it." in card
 
 
+def test_chat_template_of_the_adapter_replaces_that_of_the_base(
+    base: Path, gpt: GPT, tmp_path: Path
+) -> None:
+    info = read_checkpoint(base)
+    record = {"name": info.name, "weights_sha256": info.weights_sha256}
+    save_adapter(
+        tmp_path / "adapter",
+        weights=trained_weights(gpt),
+        shape=SHAPE,
+        training=training_record(base=record),
+        card="",
+        chat_template="{{ messages[0].content }}",
+    )
+    merged = merge(base, tmp_path / "adapter", tmp_path / "merged", save_dtype="float32")
+    assert merged.chat_template is not None
+    assert merged.chat_template.source == "{{ messages[0].content }}"
+
+
 def test_full_disk_is_explained_and_leaves_nothing(
     base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -267,12 +267,14 @@ def test_accumulated_gradients_are_averaged(configure: Configure, tmp_path: Path
     shared = {"optimizer": "adamw", "steps": 3, "log_every": 1, "clip": 1000.0}
     big = train(configure(out=tmp_path / "big", batch_size=8, **shared))
     parts = train(configure(out=tmp_path / "parts", batch_size=4, accumulate=2, **shared))
-    norms = [
-        [each["gradient_norm"] for each in RunDirectory(run).metrics() if each["kind"] == "train"]
+    steps = [
+        [each for each in RunDirectory(run).metrics() if each["kind"] == "train"]
         for run in (big.run, parts.run)
     ]
-    assert len(norms[0]) == 3
-    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    assert len(steps[0]) == 3
+    for name in ("gradient_norm", "loss"):
+        expected, found = ([each[name] for each in metrics] for metrics in steps)
+        assert found == pytest.approx(expected, rel=1e-3), name
     weights = [read_state(result.run / "state" / "state.pt")["weights"] for result in (big, parts)]
     for name, weight in weights[0].items():
         # Except one in a thousand whose gradient is nearly zero: AdamW follows its sign.

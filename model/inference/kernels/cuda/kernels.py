@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROW = tl.constexpr(10)
+from logitd.model.inference.kernels.cuda.sample import FIELDS
+
+ROW = tl.constexpr(4 + FIELDS)
 """Number of integers of an uploaded row: token, slot, position, row of a sampled token, then the
 sampling parameters."""
 CHUNK = tl.constexpr(128)

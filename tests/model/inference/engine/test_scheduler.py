@@ -482,6 +482,21 @@ def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
     return sequences
 
 
+def test_prefix_that_is_copied_after_an_eviction_is_not_counted_as_cached() -> None:
+    simulation = Simulation(slots=2)
+    first, _ = behind(
+        simulation,
+        outputs_request("first", [1] * 200, range(200)),
+        outputs_request("second", [1] * 200, range(200)),
+    )
+    simulation.add(generation("waiting", [5], max_tokens=3))
+    assert simulation.step().evicted == 1
+    for _ in range(CHUNKS_IN_FLIGHT):
+        simulation.scheduler.grant(first)
+    simulation.drain()
+    assert first.computed > first.cached == 0
+
+
 def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
     simulation = Simulation(slots=2)
     first, second = behind(

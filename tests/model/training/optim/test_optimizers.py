@@ -180,6 +180,21 @@ def test_warmup_rises_to_the_peak() -> None:
     assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "decaying"),
+    [("muon", {"matrix"}), ("adamw", {"matrix", "embedding", "head"})],
+)
+def test_norms_biases_and_scales_do_not_decay(optimizer: Any, decaying: set[str]) -> None:
+    gpt = _gpt(bias=True, head_bias=True, **TOGETHER)
+    optimizers = Optimizers(gpt, replace(RECIPE, optimizer=optimizer, weight_decay=0.5))
+    for parameter in gpt.parameters():
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers.step(1.0)
+    for name, parameter in gpt.named_parameters():
+        assert bool((parameter < 1).all()) == (kind_of(gpt, name) in decaying), name
+
+
 def test_learned_scales_begin_at_those_of_nanochat() -> None:
     state = _gpt(**TOGETHER, tied_head=True).state_dict()
     expected = {
