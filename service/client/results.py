@@ -543,6 +543,7 @@ class SaeInfo:
 @dataclass(frozen=True, slots=True)
 class FeaturesOfModel:
     model: str
+    checkpoint: Checkpoint
     saes: tuple[SaeInfo, ...]
     sae: str | None  # Name of the autoencoder that the lists describe.
     density: tuple[float, ...] | None  # Share of the tokens at which each feature is not zero.
@@ -577,6 +578,7 @@ class TokenLogit:
 @dataclass(frozen=True, slots=True)
 class Feature:
     model: str
+    checkpoint: Checkpoint
     sae: str
     stage: str
     index: int

@@ -227,6 +227,7 @@ class SaeInfo(ReplyBody):
 
 class FeaturesReply(ReplyBody):
     model: str
+    checkpoint: CheckpointName
     saes: list[SaeInfo]
     sae: str | None = Field(description="Name of the autoencoder that the lists describe.")
     density: list[float] | None = Field(
@@ -261,6 +262,7 @@ class TokenLogit(ReplyBody):
 
 class FeatureReply(ReplyBody):
     model: str
+    checkpoint: CheckpointName
     sae: str
     stage: str
     index: int

@@ -181,11 +181,12 @@ class Compiler:
         bits = matcher.compute_bitmask()
         if matcher.is_error():
             raise ConstraintError(_readable(matcher.get_error()))
-        if bits not in self._seen:
+        mask = self._seen.get(bits)  # another thread may clear the cache
+        if mask is None:
             if len(self._seen) >= MASK_CACHE_SIZE:
                 self._seen.clear()
-            self._seen[bits] = self._unpacked(bits)
-        return self._seen[bits]
+            mask = self._seen[bits] = self._unpacked(bits)
+        return mask
 
     def _unpacked(self, bits: bytes) -> tuple[np.ndarray, bool]:
         mask = np.unpackbits(

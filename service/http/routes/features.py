@@ -10,6 +10,7 @@ from starlette.responses import Response
 from logitd.model.inference.engine.validation import check_request
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.features import described_feature, promotion_request, summary
+from logitd.model.operations.operation import checkpoint_name
 from logitd.model.operations.prompts import clip
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.features import Features
@@ -39,11 +40,12 @@ async def features(context: Chosen, state: State, sae: Sae = None) -> Response:
     the token where that activation occurred. The lists are null if the file `features.safetensors`
     is missing. One reply is written at a time."""
     autoencoders = context.model.autoencoders
+    names = {"model": context.model.name, "checkpoint": checkpoint_name(context.checkpoint)}
     chosen = _chosen(context, sae) if autoencoders or sae is not None else None
 
     def write() -> bytes:
         facts = summary(autoencoders, chosen, context.subject.tokenizer)
-        return orjson.dumps({"model": context.model.name, **facts})
+        return orjson.dumps({**names, **facts})
 
     async with state.feature_lists:
         content = await asyncio.to_thread(write)
@@ -79,6 +81,7 @@ async def feature(
         computed = await context.compute([request])
     return {
         "model": context.model.name,
+        "checkpoint": checkpoint_name(context.checkpoint),
         **described_feature(chosen, stored, index, request, computed, subject.tokenizer),
     }
 

@@ -121,6 +121,7 @@ def test_feature_promotes_what_its_direction_does_through_the_head(
 ) -> None:
     reply = FeatureReply.model_validate(featured.client.get("/features/5").json())
     assert (reply.sae, reply.stage, reply.index, reply.density) == ("mine", STAGE, 5, 0.25)
+    assert reply.checkpoint.weights_sha256 == checkpoint.weights_sha256
     _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=torch.float32)
     direction = AUTOENCODER.decoder[5]
     centered = direction - direction.mean()
