@@ -141,8 +141,15 @@ def test_damaged_weights_are_refused(adapter: Path) -> None:
         ({"format_version": 2}, "format_version 2.*1"),
         ({"kind": "model"}, "adapter"),
         ({"rank": 0}, "rank.*0"),
-        ({"targets": None}, "adapter"),
-        ({"training": {"step": 1}}, "adapter"),
+        ({"targets": None}, "config.json: targets is None"),
+        ({"targets": ["head"]}, "config.json: targets.0 is 'head'"),
+        ({"training": {"step": 1}}, "config.json: tokens is missing"),
+        ({"base": {"weights_sha256": "0"}}, "config.json: base.name is missing"),
+        ({"base": {"name": 5, "weights_sha256": "0"}}, "config.json: base.name is 5"),
+        ({"rank": "2"}, "config.json: rank is '2'"),
+        ({"alpha": [1]}, r"config.json: alpha is \[1\]"),
+        ({"files": ["adapter.safetensors"]}, "config.json: files is"),
+        ({"chat_template": 5}, "config.json: chat_template is 5"),
     ],
 )
 def test_invalid_description_is_refused(
