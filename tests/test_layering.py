@@ -121,8 +121,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "model.extraction": {
         "model.checkpoint", "model.data", "model.device", "model.dtypes", "model.extras",
-        "model.files", "model.folder_lock", "model.inference", "model.openmp", "model.plural",
-        "model.text", "model.transformer", "model.version",
+        "model.files", "model.first_error", "model.folder_lock", "model.inference", "model.openmp",
+        "model.plural", "model.text", "model.transformer", "model.version",
     },
     "model.sae.training": {
         "model.checkpoint", "model.data", "model.extraction", "model.files",
