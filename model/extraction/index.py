@@ -164,7 +164,7 @@ class ExtractionFolder:
             path = self.path / shard.file
             try:
                 with open_regular(path) as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 raise ExtractionError(
                     f"{path} is listed in {INDEX} but cannot be read ({error.strerror}): put it "

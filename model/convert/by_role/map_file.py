@@ -105,7 +105,7 @@ class _Document(_Strict):
 def read_map_file(path: Path) -> MapFile:
     """Read a map file. Raises ConvertError if it is invalid; the error names the invalid key or
     line."""
-    text = source_text(path, CONFIG_BYTES)
+    text = source_text(path, CONFIG_BYTES).removeprefix("\ufeff")  # some editors write it
     for number, line in enumerate(text.splitlines(), start=1):
         if (dots := _QUOTED.sub("", line).count(".")) > MOST_DOTS:
             raise ConvertError(

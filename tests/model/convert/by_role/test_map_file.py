@@ -273,3 +273,9 @@ def test_masks_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
     roles = tensor_map(strange_map(tmp_path), strange_tensors(), ["t", "extra.mask"])
     assert set(roles.ignored) == {"extra.mask", "junk.a", "l1.noise", "l2.noise"}
     assert (roles.first_layer, roles.n_layer, roles.n_head) == (1, 2, 2)
+
+
+def test_byte_order_mark_before_a_map_file_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "map.toml"
+    path.write_text("[computation]\nn_head = 4\n", encoding="utf-8-sig")
+    assert read_map_file(path).answers == {"n_head": 4}

@@ -189,7 +189,8 @@ def test_invalid_description_is_refused(
     run = _run(tmp_path / "run", {})
     document = json.loads((run.path / "run.json").read_text())
     document[section] |= change
-    for written in (document, [], 7):
+    contents: list[Any] = [document, [], 7]
+    for written in contents:
         (run.path / "run.json").write_text(json.dumps(written))
         sentence = reason if isinstance(written, dict) else "the document is"
         with pytest.raises(TrainingError, match=f"run.json is not a valid .*: {sentence}"):
