@@ -137,7 +137,7 @@ def read_adapter(path: Path) -> Adapter:
         raw = read_regular(path / WEIGHTS, ADAPTER_BYTES)
     except (OSError, ValueError) as error:
         reason = str(error)
-        if isinstance(error, OSError) and error.strerror:
+        if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
         raise CheckpointError(
             f"{path} is not an adapter ({reason}): an adapter is a folder with {CONFIG} and "
@@ -191,6 +191,12 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
         merge_into(gpt, added.shape, added.weights)
     except LoraError as error:
         raise CheckpointError(f"{adapter}: {error}") from error
+    for name, tensor in gpt.state_dict().items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{adapter}: {name} is not finite after the merge (alpha is "
+                f"{added.shape.alpha:g}): the adapter is damaged"
+            )
     template = info.chat_template.source if info.chat_template else None
     card = _card(added, path.name)
     with written_to(path):
