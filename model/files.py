@@ -129,7 +129,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield aside
         share_files(aside)
-        for entry in (*aside.iterdir(), aside):
+        for entry in (*aside.rglob("*"), aside):  # including the owner's sources in subfolders
             _sync(entry)
         aside.rename(path)
         _sync(path.parent)

@@ -14,6 +14,7 @@ ROOMS: dict[str, set[str]] = {
     "model.version": set(),
     "model.dtypes": set(),
     "model.files": set(),
+    "model.first_error": set(),
     "model.extras": set(),
     "model.optional_fields": set(),
     "model.plural": set(),
@@ -24,13 +25,14 @@ ROOMS: dict[str, set[str]] = {
     "model.device": {"model.dtypes", "model.plural"},
     "model.machine": {"model.device"},
     # Models by their owner's code: their shape, then the process that computes them.
-    "model.owner_code.config": set(),
+    "model.owner_code.config": {"model.first_error"},
     "model.transformer": {"model.device", "model.owner_code.config"},
-    "model.owner_code": {"model.owner_code.config"},
+    "model.owner_code": {"model.first_error", "model.owner_code.config"},
     "model.memory": {"model.device", "model.transformer"},
-    "model.text": {"model.files"},
+    "model.text": {"model.files", "model.first_error"},
     "model.checkpoint": {
-        "model.device", "model.dtypes", "model.files", "model.memory", "model.owner_code.config",
+        "model.device", "model.dtypes", "model.files", "model.first_error", "model.memory",
+        "model.owner_code.config",
         "model.plain_integer", "model.plural", "model.text", "model.transformer",
     },
     # Inference: parameters and protocols first, then what computes, then the engine over both.
@@ -97,18 +99,20 @@ ROOMS: dict[str, set[str]] = {
     "model.data.sources": {"model.data.errors", "model.data.shards", "model.extras", "model.files"},
     "model.convert": {
         "model.checkpoint", "model.data.errors", "model.data.sources", "model.dtypes",
-        "model.extras", "model.files", "model.owner_code", "model.plural", "model.text",
-        "model.transformer",
+        "model.extras", "model.files", "model.first_error", "model.owner_code", "model.plural",
+        "model.text", "model.transformer",
     },
     "model.data": {
         "model.convert.foreign", "model.convert.hf.tokenizer", "model.data.errors",
-        "model.data.shards", "model.data.sources", "model.extras", "model.files", "model.plural",
+        "model.data.shards", "model.data.sources", "model.extras", "model.files",
+        "model.first_error", "model.plural",
         "model.text",
     },
     "model.training": {
         "model.checkpoint", "model.convert.exportable", "model.convert.family",
         "model.convert.foreign", "model.data", "model.device", "model.extras", "model.files",
-        "model.folder_lock", "model.machine", "model.optional_fields", "model.plural", "model.text",
+        "model.first_error", "model.folder_lock", "model.machine", "model.optional_fields",
+        "model.plural", "model.text",
         "model.transformer",
     },
     "model.evaluation": {
@@ -117,8 +121,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "model.extraction": {
         "model.checkpoint", "model.data", "model.device", "model.dtypes", "model.extras",
-        "model.files", "model.folder_lock", "model.inference", "model.openmp", "model.plural",
-        "model.text", "model.transformer", "model.version",
+        "model.files", "model.first_error", "model.folder_lock", "model.inference", "model.openmp",
+        "model.plural", "model.text", "model.transformer", "model.version",
     },
     "model.sae.training": {
         "model.checkpoint", "model.data", "model.extraction", "model.files",

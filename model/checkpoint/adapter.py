@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
@@ -49,6 +49,8 @@ from logitd.model.files import (
     require_new,
     written_to,
 )
+from logitd.model.first_error import first_error
+from logitd.model.transformer.config import Target
 from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
 WEIGHTS = "adapter.safetensors"
@@ -66,6 +68,29 @@ class Adapter:
     training: TrainingRecord
     weights: Mapping[str, Tensor]
     chat_template: str | None
+
+
+class BaseRecord(BaseModel):
+    """Describes the checkpoint that was fine-tuned. It may have further members."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    weights_sha256: str
+
+
+class _Description(BaseModel):
+    """The members of config.json, except the version and the kind."""
+
+    model_config = ConfigDict(strict=True)
+
+    base: BaseRecord
+    rank: int
+    alpha: float
+    targets: list[Target]
+    training: dict[str, Any]
+    files: dict[str, str]
+    chat_template: str | None = None
 
 
 def save_adapter(
@@ -112,7 +137,7 @@ def read_adapter(path: Path) -> Adapter:
         raw = read_regular(path / WEIGHTS, ADAPTER_BYTES)
     except (OSError, ValueError) as error:
         reason = str(error)
-        if isinstance(error, OSError) and error.strerror:
+        if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
         raise CheckpointError(
             f"{path} is not an adapter ({reason}): an adapter is a folder with {CONFIG} and "
@@ -128,24 +153,20 @@ def read_adapter(path: Path) -> Adapter:
             f"{FORMAT_VERSION}"
         )
     try:
-        verify(path, WEIGHTS, sha256_of(raw), len(raw), document["files"])
+        found = _Description.model_validate(document)
+        verify(path, WEIGHTS, sha256_of(raw), len(raw), found.files)
         return Adapter(
             path=path,
-            base=dict(document["base"]),
-            shape=LoraShape(document["rank"], document["alpha"], tuple(document["targets"])),
-            training=TrainingRecord(**document["training"]),
+            base=found.base.model_dump(),
+            shape=LoraShape(found.rank, found.alpha, tuple(found.targets)),
+            training=TrainingRecord(**found.training),
             weights=parse_safetensors(raw),
-            chat_template=document.get("chat_template"),
+            chat_template=found.chat_template,
         )
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValidationError,
-        LoraError,
-        SafetensorError,
-    ) as error:
-        raise CheckpointError(f"{path} is not a complete adapter: {error!r}") from error
+    except ValidationError as error:
+        raise CheckpointError(f"{path / CONFIG}: {first_error(error)}") from error
+    except (LoraError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is not a complete adapter: {error}") from error
 
 
 def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> CheckpointInfo:
@@ -158,10 +179,10 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
     """
     require_new(path)
     info, added = read_checkpoint(base), read_adapter(adapter)
-    expected = str(added.base.get("weights_sha256"))
+    expected = added.base["weights_sha256"]
     if info.weights_sha256 != expected:
         raise CheckpointError(
-            f"the adapter {adapter} was trained on {added.base.get('name')} with weights "
+            f"the adapter {adapter} was trained on {added.base['name']} with weights "
             f"{expected[:12]}..., but {base} has {info.weights_sha256[:12]}...: name the "
             "checkpoint that it was trained on"
         )
@@ -170,6 +191,12 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
         merge_into(gpt, added.shape, added.weights)
     except LoraError as error:
         raise CheckpointError(f"{adapter}: {error}") from error
+    for name, tensor in gpt.state_dict().items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{adapter}: {name} is not finite after the merge (alpha is "
+                f"{added.shape.alpha:g}): the adapter is damaged"
+            )
     template = info.chat_template.source if info.chat_template else None
     card = _card(added, path.name)
     with written_to(path):

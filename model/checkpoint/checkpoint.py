@@ -37,6 +37,7 @@ from logitd.model.files import (
     parse_json,
     read_regular,
 )
+from logitd.model.first_error import first_error
 from logitd.model.owner_code.config import FOLDER, CodeConfig
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError, parse_ranks
@@ -241,11 +242,8 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     except TokenizerError as error:
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        raise CheckpointError(
-            f"{where}: {'.'.join(map(str, first['loc']))} of the training record is "
-            f"{first['input']!r:.100}: {first['msg']}"
-        ) from error
+        problem = first_error(error, " of the training record")
+        raise CheckpointError(f"{where}: {problem}") from error
     if tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, but the model has "

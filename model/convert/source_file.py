@@ -6,11 +6,14 @@ that are not UTF-8 or not JSON.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.files import TEXT_BYTES, VOCABULARY_BYTES, read_regular, require_regular
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 
 def require_source(path: Path) -> None:
@@ -63,6 +66,18 @@ def object_beside(folder: Path | None, name: str) -> dict[str, Any]:
     """Read the JSON object in the file `name` of a folder; empty if there is no such file. Raises
     ConvertError."""
     return source_object(folder / name) if folder and (folder / name).is_file() else {}
+
+
+def member(part: Mapping[str, Any], name: str, kind: type[Kind], where: object) -> Kind:
+    """The value of a member of a JSON object; empty if the member is missing or null. Raises
+    ConvertError if it is not of this `kind`."""
+    value = part.get(name)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        expected = "a list" if kind is list else "an object"
+        raise ConvertError(f"{where}: {name} is {value!r:.60}; expected {expected}")
+    return value
 
 
 def _unreadable(path: Path, error: OSError) -> ConvertError:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.tokenizer import read_tokenizer
 from logitd.model.data.errors import DataError
@@ -36,6 +38,7 @@ from logitd.model.data.vocabulary import (
     tokenizer_sha256,
 )
 from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
+from logitd.model.first_error import first_error
 from logitd.model.plural import pluralize
 from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError, parse_ranks
@@ -220,13 +223,38 @@ def _tokenize(
     return digest.hexdigest(), count, found
 
 
+class _Record(BaseModel):
+    """The description of a text. It may have further members."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    licence: str
+    sha256: str
+    documents: int
+    bytes: int
+    train_bytes: int
+    val_bytes: int
+    train_tokens: int
+    val_tokens: int
+    built_in: bool
+    special_names: dict[str, int] = {}
+
+
+class _Prepared(BaseModel):
+    record: _Record
+
+
 def read_prepared(folder: Path) -> PreparedText:
     """Read the files that `prepare_text` wrote, for a resumed run."""
     try:
         document = parse_json(read_regular(folder / "data.json", CONFIG_BYTES))
         ranks = parse_ranks(read_regular(folder / RANKS, VOCABULARY_BYTES), RANKS)
+        _Prepared.model_validate(document)
         tokenizer = Tokenizer.described(document, ranks)
-    except (OSError, ValueError, KeyError) as error:
+    except ValidationError as error:
+        raise DataError(f"{folder / 'data.json'}: {first_error(error)}") from error
+    except (OSError, ValueError) as error:
         raise DataError(f"the prepared text in {folder} cannot be read: {error}") from error
     identity = tokenizer_sha256(tokenizer)
     return PreparedText(

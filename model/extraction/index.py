@@ -18,17 +18,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from logitd.model.extraction.errors import ExtractionError
-from logitd.model.files import PART, parse_json, read_regular, write_whole
+from logitd.model.files import PART, open_regular, parse_json, read_regular, write_whole
+from logitd.model.first_error import first_error
 from logitd.model.folder_lock import FolderLock, FolderLocked
 
 INDEX, LOCK = "index.json", "extract.lock"
 FORMAT_VERSION = 1
 INDEX_BYTES = 2**28
 """Maximum size, in bytes, of the index file, enough for the index of a million shards."""
-_ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.escape(PART))
+SHARD = r"^shard-[0-9]{6,}\.(parquet|safetensors)$"
+_ASIDE = re.compile(rf"\.(index\.json|{SHARD[1:-1]})" + re.escape(PART))
 """Matches the names of files that were being written when the command was killed."""
 
 
@@ -36,16 +40,24 @@ _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.
 class Shard:
     """A written shard with `rows` tokens. It ends before the token at `position` in `document`."""
 
-    file: str
-    rows: int
-    bytes: int
+    file: Annotated[str, Field(pattern=SHARD)]
+    rows: NonNegativeInt
+    bytes: NonNegativeInt
     sha256: str
-    document: int
-    position: int
+    document: NonNegativeInt
+    position: NonNegativeInt
 
     @property
     def end(self) -> tuple[int, int]:
         return self.document, self.position
+
+
+class _Index(BaseModel):
+    """The members of the index that are read; the others are only compared."""
+
+    data_name: str
+    shards: list[Shard]
+    computation: dict[str, Any] = {}
 
 
 class ExtractionFolder:
@@ -131,16 +143,17 @@ class ExtractionFolder:
     def _resume(self, facts: Mapping[str, Any]) -> None:
         path = self.path / INDEX
         try:
-            document: dict[str, Any] = parse_json(read_regular(path, INDEX_BYTES))
-            self.shards = [Shard(**shard) for shard in document["shards"]]
-            self._facts["data_name"] = document["data_name"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            document = parse_json(read_regular(path, INDEX_BYTES))
+            begun = _Index.model_validate(document)
+        except (OSError, ValueError) as error:
+            reason = first_error(error) if isinstance(error, ValidationError) else error
             raise ExtractionError(
-                f"{path} is not the index of an extraction ({type(error).__name__}: {error}): "
-                "choose another --out"
+                f"{path} is not the index of an extraction ({reason}): choose another --out"
             ) from error
+        self.shards = begun.shards
+        self._facts["data_name"] = begun.data_name
         # The default number of threads depends on the machine and on --ray.
-        begun_with = document.get("computation", {}).get("threads")
+        begun_with = begun.computation.get("threads")
         threads = f" (with --threads {begun_with})" if begun_with else ""
         if different := list(differences(document, {"format_version": FORMAT_VERSION, **facts})):
             raise ExtractionError(
@@ -150,7 +163,7 @@ class ExtractionFolder:
         for shard in self.shards:
             path = self.path / shard.file
             try:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 raise ExtractionError(

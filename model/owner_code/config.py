@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from logitd.model.first_error import first_error
+
 KIND = "code"
 """Value of `kind` in the section `model` of a checkpoint's `config.json`."""
 FOLDER = "code"
@@ -116,11 +118,7 @@ class CodeConfig:
             # Strict validation accepts lists as tuples only in JSON.
             return _ADAPTER.validate_json(json.dumps(fields))
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise CodeConfigError(
-                f"{key} of a model computed by code is {first['input']!r:.100}: {first['msg']}"
-            ) from error
+            raise CodeConfigError(first_error(error, " of a model computed by code")) from error
 
 
 _ADAPTER = TypeAdapter(CodeConfig)

@@ -25,6 +25,7 @@ import regex
 import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from logitd.model.first_error import first_error
 from logitd.model.text.added_tokens import AddedTokens, Flag, end_of_space
 from logitd.model.text.pieces import PieceEncoder, SplitTime, UnknownPiece, word_spans
 
@@ -446,11 +447,7 @@ class Tokenizer:
         try:
             members = _Description.model_validate(dict(description)).model_dump()
         except ValidationError as error:
-            first = error.errors()[0]
-            raise TokenizerError(
-                f"{'.'.join(map(str, first['loc']))[:60]} of the tokenizer is "
-                f"{first['input']!r:.60}: {first['msg']}"
-            ) from error
+            raise TokenizerError(first_error(error, " of the tokenizer")) from error
         name = members.pop("end_of_text") or END_OF_TEXT
         return cls(ranks=ranks, end_of_text_name=name, **members)
 

@@ -36,7 +36,7 @@ from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.optim.schedule import head_scale, lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
 from logitd.model.training.run.run import Run
-from logitd.model.training.run.state import differences, environment, load_state
+from logitd.model.training.run.state import DAMAGE, differences, environment, load_state
 from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboard
 from logitd.model.training.setup.base import initial_model
@@ -172,8 +172,9 @@ class Trainer:
             try:
                 self.log.restore(reports["log"])
                 self.divergence.restore(reports["health"])
-                self.recorder.seconds.update(reports.get("tasks", {}))
-            except (LookupError, TypeError, ValueError) as error:
+                tasks = {task: float(took) for task, took in reports.get("tasks", {}).items()}
+                self.recorder.seconds.update(tasks)
+            except DAMAGE as error:
                 raise TrainingError(f"{state} has damaged reports: {error!r}") from error
         self.done_before = self.length.done(self.counters)
         self.first = self.counters.step

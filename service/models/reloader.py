@@ -14,7 +14,14 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
-from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
+from logitd.model.checkpoint.checkpoint import (
+    CONFIG,
+    RANKS,
+    WEIGHTS,
+    CheckpointError,
+    CheckpointInfo,
+    read_checkpoint,
+)
 from logitd.model.checkpoint.run_folder import checkpoint_of, is_run
 from logitd.model.inference.load import check_replacement
 from logitd.service.engine.async_engine import AsyncEngine, ReloadError
@@ -22,6 +29,10 @@ from logitd.service.metrics.model_metrics import ModelMetrics, ReloadResult
 from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
+
+
+Files = tuple[tuple[int, int, int], ...]
+"""The inode, size and time of change of each file of a checkpoint that exists."""
 
 
 class Reloader:
@@ -52,22 +63,26 @@ class Reloader:
     async def follow(self) -> None:
         """Serve each checkpoint that the run saves, until cancelled.
 
-        A checkpoint chosen by the administrator takes precedence. A refused checkpoint is not tried
-        again until the run saves another one.
+        A checkpoint chosen by the administrator takes precedence. A refused checkpoint is tried
+        again after its files have changed and then stayed the same for an interval, because a copy
+        of a run has its links before its checkpoints.
         """
         settings = self._settings
         seen = self._checkpoint.path
+        files = tried = _files(seen)
         logger.info("following %s of %s", settings.follow, settings.source.path)
         while True:
             await asyncio.sleep(settings.follow_interval)
+            before = files
             try:
                 wanted = self._chosen or self._default()
+                files = _files(wanted)
             except OSError as error:  # the link is being replaced, or its disk is unavailable
                 logger.warning("cannot look for new checkpoints of the run: %s", error)
                 continue
-            if wanted == seen:
+            if wanted == seen and (files == tried or files != before):
                 continue
-            seen = wanted
+            seen, tried = wanted, files
             if wanted != self._checkpoint.path:  # equal if `choose` has just loaded it
                 with contextlib.suppress(ReloadError):  # already logged and counted
                     await self._reload(wanted)
@@ -134,3 +149,12 @@ class Reloader:
             checkpoint.path, checkpoint.training.step, before.path, before.training.step,
         )  # fmt: skip
         return True
+
+
+def _files(path: Path) -> Files:
+    found = []
+    for name in (CONFIG, RANKS, WEIGHTS):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = (path / name).stat()
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -214,7 +214,7 @@ def test_two_processes_have_the_bits_of_one_that_accumulates_two_batches(text: P
     train(resume, lambda event: notices.append(str(event)))
     assert any("processes 1, was 2" in notice for notice in notices)
     assert_same_losses(one.out, two.out)
-    weights = [read_state(run / "state" / "state.pt")["weights"] for run in (one.out, two.out)]
+    weights = [read_state(run / "state" / "state.pt").weights for run in (one.out, two.out)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -257,7 +257,7 @@ def test_signal_to_one_process_stops_all_at_the_same_step(text: Path, to: str) -
     code, out, err = started.finish()
     assert code == (1 if to == "torchrun" else 0), err  # torchrun reports that it was stopped
     assert out.count("continue with") == 1
-    step = int(read_state(config.out / "state" / "state.pt")["counters"]["step"])
+    step = read_state(config.out / "state" / "state.pt").counters.step
     assert f"stopped at step {step:,};" in out
     assert read_checkpoint(config.out / "latest").training.step == step
     assert train(TrainingConfig(out=config.out, resume=True, steps=step + 1)).step == step + 1
@@ -327,8 +327,8 @@ def test_shared_model_has_the_bits_of_a_whole_one(text: Path, given: dict[str, A
     shared = [{each for each in found if each[:6] not in ("step 2", "step 5")} for found in samples]
     assert shared[0] == shared[1]
     first, second = (read_state(run / "state" / "state.pt") for run in (one.out, two.out))
-    assert states_equal(first["weights"], second["weights"])
-    assert states_equal(first["optimizers"], second["optimizers"])
+    assert states_equal(first.weights, second.weights)
+    assert states_equal(first.optimizers, second.optimizers)
     weights = [read_checkpoint(run / "latest").weights_sha256 for run in (one.out, two.out)]
     assert weights[0] == weights[1]
 

@@ -175,6 +175,21 @@ def test_folder_appears_complete(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["b"]
 
 
+def test_files_in_subfolders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[str]()
+    plain = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with atomic_folder(tmp_path / "a") as aside:
+        (aside / "code").mkdir()
+        (aside / "code" / "model.py").write_text("x")
+    assert {Path(path).name for path in synced} >= {"code", "model.py"}
+
+
 @pytest.mark.parametrize("error", [OSError("full"), SystemExit(1)])
 def test_failed_folder_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     def fail() -> None:

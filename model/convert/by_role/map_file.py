@@ -54,6 +54,7 @@ from logitd.model.convert.by_role.tensor_map import (
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
+from logitd.model.first_error import first_error
 
 MOST_DOTS = 100
 """Maximum number of dots in a line, not counting dots in strings. The memory that the parser needs
@@ -104,7 +105,7 @@ class _Document(_Strict):
 def read_map_file(path: Path) -> MapFile:
     """Read a map file. Raises ConvertError if it is invalid; the error names the invalid key or
     line."""
-    text = source_text(path, CONFIG_BYTES)
+    text = source_text(path, CONFIG_BYTES).removeprefix("\ufeff")  # some editors write it
     for number, line in enumerate(text.splitlines(), start=1):
         if (dots := _QUOTED.sub("", line).count(".")) > MOST_DOTS:
             raise ConvertError(
@@ -146,11 +147,11 @@ def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _M
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    if first["type"] == "extra_forbidden" and (model is Answers or key.startswith("computation.")):
-        raise ConvertError(f"{where}: unknown field {key}; the fields are {', '.join(FIELDS)}")
-    raise ConvertError(f"{where}: {key} is {first['input']!r}: {first['msg']}")
+        first, problem = error.errors()[0], first_error(error)
+    asked = model is Answers or first["loc"][0] == "computation"
+    if first["type"] == "extra_forbidden" and asked:
+        problem += f"; the fields are {', '.join(FIELDS)}"
+    raise ConvertError(f"{where}: {problem}")
 
 
 def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:

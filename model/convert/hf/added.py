@@ -11,6 +11,7 @@ A member of `tokenizer_config.json` is refused, and the error names it, unless i
 `chat_template.py` or is known not to affect ids.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from typing import Any
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.hf.folder import CONFIG
-from logitd.model.convert.source_file import object_beside
+from logitd.model.convert.source_file import member, object_beside
 from logitd.model.text.added_tokens import Flag
 from logitd.model.text.tokenizer import Tokenizer
 
 TOKENIZER_CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 ADDED, NAMES = "added_tokens.json", "special_tokens_map.json"
 
+_DIGITS = re.compile(r"[0-9]{1,18}")
 FLAGS: tuple[Flag, ...] = ("lstrip", "rstrip", "single_word")
 
 MEMBERS = frozenset(
@@ -98,14 +100,19 @@ def _unknown_member(where: str, name: str, value: Any) -> ConvertError:
 
 
 def read_added(
-    document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, folder: Path | None
+    document: Mapping[str, Any],
+    vocabulary: Mapping[str, int],
+    merged: Collection[str],
+    path: Path,
+    folder: Path | None,
 ) -> AddedVocabulary:
     """Read the added tokens from a `tokenizer.json` and the other files in its folder. `vocabulary`
-    has the ids of the ordinary tokens. Raises ConvertError."""
+    has the ids of the ordinary tokens; `merged` are those that are single characters or results of
+    merges. Raises ConvertError."""
     config = object_beside(folder, TOKENIZER_CONFIG)
     where = str((folder or path.parent) / TOKENIZER_CONFIG)
     notes = list(_check_config(config, where))
-    entries = dict(_entries(document.get("added_tokens") or (), str(path)))
+    entries = dict(_entries(member(document, "added_tokens", list, path), str(path)))
     roles = config
     if "added_tokens_decoder" not in config:
         roles = object_beside(folder, NAMES) | config
@@ -124,7 +131,7 @@ def read_added(
             continue
         entry = entries.get(text, {**members, "id": vocabulary.get(text)})
         entries[text] = {**entry, "special": True}
-    for text in entries.keys() & merged_texts(document):  # also found in ordinary text
+    for text in entries.keys() & merged:  # also found in ordinary text
         if vocabulary.get(text) == entries[text]["id"]:
             entries[text] = {**entries[text], "special": False}
     owners: dict[int, str] = {}
@@ -152,8 +159,15 @@ def _entries(tokens: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for token in tokens:
         entry = require_members(token, MEMBERS, f"an added token of {where}")
         text, token_id = entry.get("content"), entry.get("id")
-        if not isinstance(text, str) or not text or type(token_id) is not int or token_id < 0:
-            raise ConvertError(f"{where}: {token!r:.200} is not a valid added token")
+        if not isinstance(text, str) or not text:
+            raise ConvertError(
+                f"{where}: content of an added token is {text!r:.60}; expected a text"
+            )
+        if type(token_id) is not int or token_id < 0:
+            raise ConvertError(
+                f"{where}: id of the added token {text!r:.60} is {token_id!r:.60}; expected an "
+                "integer, at least 0"
+            )
         special = entry.get("special") is True
         yield text, {"normalized": not special, **entry, "special": special}
 
@@ -170,7 +184,8 @@ def _further(
     if not isinstance(decoder, dict) or not all(isinstance(t, dict) for t in decoder.values()):
         raise ConvertError(f"{where}: added_tokens_decoder must map ids to objects")
     yield from _entries(
-        ({**token, "id": int(i) if i.isdecimal() else i} for i, token in decoder.items()), where
+        ({**token, "id": int(i) if _DIGITS.fullmatch(i) else i} for i, token in decoder.items()),
+        where,
     )
 
 
@@ -180,31 +195,24 @@ def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[s
     roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
     found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
     for name in LISTS:
-        listed = config.get(name) or ()
-        found += [(name, t) for t in (listed.values() if isinstance(listed, dict) else listed)]
+        listed = config.get(name)
+        if isinstance(listed, dict):
+            listed = list(listed.values())
+        found += [(name, t) for t in member({name: listed}, name, list, where)]
     seen = set[str]()
     for role, token in found:
         members: Mapping[str, Any] = {}
         if isinstance(token, dict):
             members = require_members(token, MEMBERS, f"{role} of {where}")
             token = members.get("content")
-        if token is None or token == "" or token in seen:
+        if token is None or token == "":
             continue
         if not isinstance(token, str):
             raise ConvertError(f"{where}: {role} is {token!r:.60}; expected the text of a token")
+        if token in seen:
+            continue
         seen.add(token)
         yield token, (role, members)
-
-
-def merged_texts(document: Mapping[str, Any]) -> set[str]:
-    """The tokens of a `tokenizer.json` that are single characters or results of merges, as the file
-    spells them."""
-    model = document.get("model", {})
-    merged = (
-        merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
-        for merge in model.get("merges") or ()
-    )
-    return {*merged, *(token for token in model.get("vocab") or () if len(token) == 1)}
 
 
 def _flags(entry: Mapping[str, Any]) -> list[Flag]:
@@ -258,8 +266,9 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
         if ends is not None:
             ends = ends if isinstance(ends, list) else [ends]
             if not all(type(end) is int for end in ends):
+                where = (folder or Path()) / name
                 raise ConvertError(
-                    f"{name}: eos_token_id is {ends!r:.60}; expected an id or a list of ids"
+                    f"{where}: eos_token_id is {ends!r:.60}; expected an id or a list of ids"
                 )
             return name, ends
     return CONFIG, []

@@ -17,16 +17,11 @@ from typing import Any
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.hf.added import (
-    AddedVocabulary,
-    merged_texts,
-    read_added,
-    require_members,
-)
+from logitd.model.convert.hf.added import AddedVocabulary, read_added, require_members
 from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.merges import last_pair, merge_piece, unwritten, written
 from logitd.model.convert.probe import probe_text
-from logitd.model.convert.source_file import source_object
+from logitd.model.convert.source_file import member, source_object
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT, with_all_bytes, word_tokenizer
 from logitd.model.text.pieces import WORDS_AND_MARKS
 from logitd.model.text.tokenizer import CHARACTERS, END_OF_TEXT, Tokenizer
@@ -86,7 +81,10 @@ def tokenizer_of_document(
     require_members(document, MEMBERS, str(path))
     model = _model(document, path)
     vocabulary = _vocabulary(model, path)
-    added = read_added(document, vocabulary, path, folder)
+    pairs = _pairs(model, path)
+    merged = {left + right for left, right in pairs}
+    merged |= {token for token in vocabulary if len(token) == 1}
+    added = read_added(document, vocabulary, merged, path, folder)
     notes = [
         *_check_normalizer(document, path, skip_normalizer),
         *added.notes,
@@ -97,7 +95,7 @@ def tokenizer_of_document(
         words, assumed = _word_level_tokenizer(document, vocabulary, path, added)
         return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
     pattern = _pattern(document, path)
-    met = added.ordinary.keys() & merged_texts(document)
+    met = added.ordinary.keys() & merged
     ranks = _ordinary(vocabulary, added.ids.keys() - met, path)
     apart = {name: token_id for name, token_id in added.ids.items() if name not in met}
     order = _order(ranks, apart, path)
@@ -119,7 +117,7 @@ def tokenizer_of_document(
             f"{model['unk_token']!r}, but logitd encodes every text without loss"
         )
     ranks = complete
-    _check_merges(model, ranks, pattern, path)
+    _check_merges(model, pairs, ranks, pattern, path)
     with naming(path):
         tokenizer = Tokenizer(
             ranks=ranks,
@@ -131,7 +129,7 @@ def tokenizer_of_document(
             end_of_text_name=added.end or END_OF_TEXT,
         )
     foreign = ForeignTokenizer(tokenizer=tokenizer, order=order, notes=notes, end_known=known_end)
-    _try(foreign, model, path)
+    _try(foreign, model, pairs, path)
     return foreign
 
 
@@ -150,9 +148,9 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
 
 
 def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    model = document.get("model")
-    kind = model.get("type", "BPE") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or kind not in [*MODEL_MEMBERS]:
+    model = member(document, "model", dict, path)
+    kind = model.get("type", "BPE")
+    if kind not in [*MODEL_MEMBERS]:
         raise ConvertError(
             f"{path}: the tokenizer's model is {kind}; only byte-level BPE and WordLevel can be "
             "imported"
@@ -170,15 +168,17 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:
-    vocabulary = model.get("vocab")
-    if not isinstance(vocabulary, dict):
-        raise ConvertError(f"{path}: the vocabulary must map tokens to ids")
-    if len(set(vocabulary.values())) != len(vocabulary) or not all(
-        type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()
-    ):
-        raise ConvertError(
-            f"{path}: some tokens of the vocabulary share an id, or have no valid id"
-        )
+    vocabulary = member(model, "vocab", dict, f"the model of {path}")
+    if not vocabulary:
+        raise ConvertError(f"{path}: the vocabulary is empty")
+    for token, token_id in vocabulary.items():
+        if type(token_id) is not int or token_id < 0:
+            raise ConvertError(
+                f"{path}: the id of the token {token!r:.60} in vocab is {token_id!r:.60}; expected "
+                "an integer, at least 0"
+            )
+    if len(set(vocabulary.values())) != len(vocabulary):
+        raise ConvertError(f"{path}: some tokens of the vocabulary share an id")
     return vocabulary
 
 
@@ -220,8 +220,7 @@ def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) 
 
 
 def _pattern(document: Mapping[str, Any], path: Path) -> str:
-    outer = document.get("pre_tokenizer") or {}
-    steps: list[dict[str, Any]] = outer.get("pretokenizers", [outer])
+    steps = _cuts(document, path)
     kinds = [step.get("type") for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ConvertError(
@@ -231,7 +230,7 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     for step in steps:
         require_members(step, CUT_MEMBERS[step["type"]], f"{step['type']} of {path}")
     level, split = steps[-1], steps[0] if len(steps) == 2 else None
-    if (decoder := document.get("decoder")) and decoder.get("type") != "ByteLevel":
+    if (decoder := member(document, "decoder", dict, path)) and decoder.get("type") != "ByteLevel":
         raise ConvertError(
             f"{path} decodes with {decoder.get('type')}; byte-level BPE needs the decoder ByteLevel"
         )
@@ -258,23 +257,38 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     return from_oniguruma(source["Regex"])
 
 
+def _cuts(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The steps that split texts: the pre-tokenizer, or its steps if it is a sequence."""
+    outer = member(document, "pre_tokenizer", dict, path)
+    where = f"pre_tokenizer of {path}"
+    steps = member(outer, "pretokenizers", list, where) or [outer]
+    for step in steps:
+        if not isinstance(step, dict):
+            raise ConvertError(f"{where}: a step is {step!r:.60}; expected an object")
+    return steps
+
+
 def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
     places: dict[tuple[str, str], int] = {}
-    for place, merge in enumerate(model.get("merges") or ()):
+    for place, merge in enumerate(member(model, "merges", list, f"the model of {path}")):
         parts = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(parts, list) or len(parts) != 2:
-            raise ConvertError(f"{path}: the merge {merge!r} does not have two parts")
+        if not isinstance(parts, list) or [type(part) for part in parts] != [str, str]:
+            raise ConvertError(f"{path}: the merge {merge!r:.60} does not have two parts")
         places[parts[0], parts[1]] = place
     return places
 
 
 def _check_merges(
-    model: Mapping[str, Any], ranks: Mapping[bytes, int], pattern: str, path: Path
+    model: Mapping[str, Any],
+    places: Mapping[tuple[str, str], int],
+    ranks: Mapping[bytes, int],
+    pattern: str,
+    path: Path,
 ) -> None:
     """Raise ConvertError unless the merges give the same encoding as the ranks (see
     `merges.py`)."""
     pairs, last = set(), -1
-    for left, right in _pairs(model, path):
+    for left, right in places:
         try:
             pair = (unwritten(left), unwritten(right))
             rank = ranks[pair[0] + pair[1]]
@@ -309,8 +323,8 @@ def _check_merges(
 
 def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
     kind = processor.get("type") if isinstance(processor, dict) else processor
-    if kind == "Sequence":
-        for each in processor.get("processors") or ():
+    if isinstance(processor, dict) and kind == "Sequence":
+        for each in member(processor, "processors", list, f"post_processor of {path}"):
             yield from _processor_notes(each, path)
     elif kind in AROUND:
         yield (
@@ -323,7 +337,12 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
         )
 
 
-def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
+def _try(
+    foreign: ForeignTokenizer,
+    model: Mapping[str, Any],
+    pairs: Mapping[tuple[str, str], int],
+    path: Path,
+) -> None:
     """Raise ConvertError unless the probe text gets the same ids as in the source. Characters that
     the vocabulary lacks are left out of the text."""
     tokenizer, text = foreign.tokenizer, probe_text()
@@ -336,7 +355,6 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
     with naming(path):  # its pattern may skip characters
         ids = tokenizer.encode(text)
     order = foreign.source_ids
-    pairs = _pairs(model, path)
     expected = list[int]()
     for part in tokenizer.added.split(text):
         if part.token_id is not None:
@@ -370,10 +388,8 @@ def _word_level_tokenizer(
     document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, added: AddedVocabulary
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """The tokenizer of a WordLevel vocabulary, and notes about it. Raises ConvertError."""
-    if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
+    if (decoder := member(document, "decoder", dict, path)) and decoder.get("type") != "Fuse":
         raise ConvertError(f"{path} decodes with {decoder.get('type')}; only Fuse can be imported")
-    if not vocabulary:
-        raise ConvertError(f"{path}: the vocabulary is empty")
     named = {**vocabulary, **added.ids}
     texts = {token_id: word for word, token_id in named.items()}
     if len(texts) != len(named):
@@ -390,10 +406,9 @@ def _word_level_tokenizer(
 
 
 def _word_cut(document: Mapping[str, Any], path: Path) -> str:
-    step = document.get("pre_tokenizer") or {}
-    if step.get("type") == "Sequence" and len(step.get("pretokenizers", ())) == 1:
-        step = step["pretokenizers"][0]
-    if step.get("type") in WORD_CUTS:
+    steps = _cuts(document, path)
+    step = steps[0] if len(steps) == 1 else member(document, "pre_tokenizer", dict, path)
+    if step.get("type") in [*WORD_CUTS]:
         return WORD_CUTS[step["type"]]
     pattern = step.get("pattern")
     removed = step.get("behavior") == "Removed" and step.get("invert") is True

@@ -21,7 +21,7 @@ from logitd.model.convert.pt_file import read_plain_pickle
 from logitd.model.convert.source_file import source_bytes, source_json, source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.llama2c import llama2c_tokenizer
-from logitd.model.convert.vocabulary.table import Table, id_merges, string_merges, table_of
+from logitd.model.convert.vocabulary.table import Table, read_merges, table_of
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT
 from logitd.model.files import VOCABULARY_BYTES
 from logitd.model.text.published import published_tokenizer
@@ -204,9 +204,7 @@ def _built(table: Table | None, path: Path, skip_normalizer: bool) -> ForeignTok
         return None
     beside = _merges_beside(path)
     if beside is not None and table.merges is None and table.strings is None:
-        merges = _merges(beside)
-        pairs = id_merges(merges)
-        strings = string_merges(merges) if pairs is None else None
+        pairs, strings = read_merges(_merges(beside), str(beside))
         table = replace(table, merges=pairs, strings=strings)
     return build_tokenizer(table, skip_normalizer=skip_normalizer)
 

@@ -16,6 +16,8 @@ from logitd.model.convert.foreign import ConvertError
 
 Text = str | bytes
 Texts = Mapping[int, Text]
+IdMerges = Mapping[tuple[int, int], int]
+StringMerges = tuple[tuple[str, str], ...]
 
 _UNIT = r"(?:s|c|w|t|b|ch|chr|char|character|str|string|tok|token|word|byte)s?"
 _NUMBER = r"(?:i|id|idx|int|index|num|number)s?"
@@ -49,8 +51,8 @@ class Table:
 
     texts: Texts
     where: str
-    merges: Mapping[tuple[int, int], int] | None = None
-    strings: tuple[tuple[str, str], ...] | None = None
+    merges: IdMerges | None = None
+    strings: StringMerges | None = None
     pattern: str | None = None
     special: frozenset[str] = frozenset()
     ranked: bool = False
@@ -70,10 +72,11 @@ class _Entry:
 def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
     """Find the vocabulary under the usual keys of a dictionary; None if there is none. Raises
     ConvertError if vocabularies contradict each other."""
-    entries = [entry for item in container.items() if (entry := _entry(*item)) is not None]
+    entries = [entry for item in container.items() if (entry := _entry(*item, where)) is not None]
     chosen = _agreed(entries, where)
-    merges = [value for key, value in container.items() if _plain(key) in _MERGES]
-    pairs = id_merges(merges[-1]) if merges else None
+    lists = (value for key, value in container.items() if _plain(key) in _MERGES)
+    merges = [value for value in lists if isinstance(value, Mapping | list | tuple)]
+    pairs, strings = read_merges(merges[-1], f"'merges' of {where}") if merges else (None, None)
     if chosen is None and pairs is None:
         return None
     special = _special_tokens(container)
@@ -86,7 +89,7 @@ def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
         texts=texts,
         where=f"{label} of {where}",
         merges=pairs,
-        strings=string_merges(merges[-1]) if merges and pairs is None else None,
+        strings=strings,
         pattern=next(patterns, None),
         special=frozenset(special),
         ranked=any(entry.ordered and entry.name in _RANKS for entry in entries),
@@ -102,19 +105,22 @@ def table_of(value: Any, where: str) -> Table | None:
         for place, container in ((where, value), *inner):
             if isinstance(container, Mapping) and (table := table_in(container, place)):
                 return table
-    texts = _texts(value, alphabet=False)
+    texts = _texts(value, where, alphabet=False)
     if isinstance(value, list | tuple) and [isinstance(v, Mapping) for v in value] == [True, True]:
-        parts = zip(("the first part", "the second part"), map(_by_direction, value), strict=True)
+        labels = ("the first part", "the second part")
+        parts = [
+            (label, _by_direction(each, where)) for label, each in zip(labels, value, strict=True)
+        ]
         entry = _agreed([_Entry(label, part, True) for label, part in parts if part], where)
         texts = None if entry is None else entry.texts
     return None if texts is None else Table(texts=texts, where=where)
 
 
-def _entry(key: Any, value: Any) -> _Entry | None:
+def _entry(key: Any, value: Any, where: str) -> _Entry | None:
     name = _OWNER.sub("", _plain(key))
     if name not in _NAMED and _DIRECTED.fullmatch(name) is None:
         return None
-    texts = _texts(value, alphabet=name in _ALPHABETS)
+    texts = _texts(value, f"{str(key)!r} of {where}", alphabet=name in _ALPHABETS)
     return _Entry(repr(str(key)), texts, isinstance(value, Mapping), name) if texts else None
 
 
@@ -160,7 +166,20 @@ def _special_tokens(container: Mapping[Any, Any]) -> dict[str, int | None]:
     return special
 
 
-def id_merges(value: Any) -> dict[tuple[int, int], int] | None:
+def read_merges(value: Any, where: str) -> tuple[IdMerges | None, StringMerges | None]:
+    """Read merges of ids or of texts. Both are None if there are no merges. Raises ConvertError if
+    the merges have another form: without them, a text would get different ids."""
+    pairs = _id_merges(value)
+    strings = None if pairs else _string_merges(value)
+    if not pairs and not strings and value:
+        raise ConvertError(
+            f"{where} holds a merge in an unknown form; expected pairs of tokens, or pairs of ids "
+            "with the new id"
+        )
+    return pairs, strings
+
+
+def _id_merges(value: Any) -> IdMerges | None:
     """Read merges of ids: {(a, b): id}, {"a,b": id}, or lists of ((a, b), id). None if the value
     has another form."""
     merges: dict[tuple[int, int], int] = {}
@@ -179,7 +198,7 @@ def _items(value: Any) -> Collection[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
+def _string_merges(value: Any) -> StringMerges | None:
     """Read merges of texts: a list of [a, b] or "a b", or {(a, b): rank}. None if the value has
     another form."""
     if isinstance(value, Mapping):
@@ -219,11 +238,11 @@ def _plain(key: Any) -> str:
     return key.lower().replace("_", "").replace("-", "") if isinstance(key, str) else ""
 
 
-def _texts(value: Any, *, alphabet: bool) -> Texts | None:
+def _texts(value: Any, where: str, *, alphabet: bool) -> Texts | None:
     """Read a dictionary in either direction, or a list of texts. With `alphabet`, a string is read
     as a list of characters. None if the value has another form."""
     if isinstance(value, Mapping):
-        return _by_direction(value)
+        return _by_direction(value, where)
     if isinstance(value, str) and alphabet:
         return dict(enumerate(value)) or None
     if isinstance(value, list | tuple) and value and all(isinstance(t, str | bytes) for t in value):
@@ -231,7 +250,7 @@ def _texts(value: Any, *, alphabet: bool) -> Texts | None:
     return None
 
 
-def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
+def _by_direction(value: Mapping[Any, Any], where: str) -> Texts | None:
     keys, values = list(value), list(value.values())
     if value and all(type(number) is int for number in values):
         if not all(isinstance(text, str | bytes) for text in keys):
@@ -239,9 +258,7 @@ def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
         by_id = dict(zip(values, keys, strict=True))
         for text, number in value.items():
             if by_id[number] != text:
-                raise ConvertError(
-                    f"{text!r} and {by_id[number]!r} of a vocabulary share the id {number}"
-                )
+                raise ConvertError(f"{where}: {text!r} and {by_id[number]!r} share the id {number}")
         return by_id
     numbers = [_number(key) for key in keys]
     texts = all(isinstance(text, str | bytes) for text in values)
@@ -254,14 +271,14 @@ def _number(key: Any) -> int | None:
     """A key as a number; the key may be a string. None if it is not a number."""
     if type(key) is int:
         return key
-    whole = isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]*", key)
+    whole = isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]{0,17}", key)
     return int(key) if whole else None
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
     """Read two ids: (105, 110), or a string "105,110", "105 110" or "(105, 110)"."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\(?\s*(\d+)\s*[, ]\s*(\d+)\s*\)?", value)
+        match = re.fullmatch(r"\(?\s*([0-9]{1,18})\s*[, ]\s*([0-9]{1,18})\s*\)?", value)
         return None if match is None else (int(match[1]), int(match[2]))
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int for n in value):
         return value[0], value[1]

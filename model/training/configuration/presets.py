@@ -120,8 +120,9 @@ class Recipe:
         Field(
             ge=1,
             description="also keep the weights of every N-th step in the run's history, "
-            "and of steps 0, 1, 2, 4, 8 and so on below N, for `logitd serve --history`; the "
-            "history is never removed",
+            "of steps 0, 1, 2, 4, 8 and so on below N, and of the last step, for `logitd serve "
+            "--history`; never removed. Not kept: steps with a suspect loss and, with minutes, "
+            "steps in the time that is reserved for saving the last one",
         ),
     ] = None
     save_dtype: Annotated[SaveDType, Field(description="dtype of saved weights")] = "float32"

@@ -13,8 +13,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from logitd.model.checkpoint.adapter import BaseRecord
 from logitd.model.convert.family import nearest, objections
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.first_error import first_error
 from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import (
     RECIPE_FIELDS,
@@ -135,18 +139,36 @@ class ResolvedTraining:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ResolvedTraining":
-        """Read the result of `to_dict`. Raises KeyError, TypeError or ValueError if it is
+        """Read the result of `to_dict`. Raises TrainingError, ConfigError or LoraError if it is
         invalid."""
-        base, rewarming = document.get("base"), document.get("rewarming")
-        config = TrainingConfig(**document["config"])
+        try:
+            read = _Document.model_validate(document)
+        except ValidationError as error:
+            raise TrainingError(first_error(error)) from error
+        base = read.base
         return cls(
-            config=config,
-            recipe=Recipe(**document["recipe"]),
-            model=GPTConfig.from_dict(document["model"]),
-            lora=lora_shape(config.given()),
-            base=None if base is None else Base(base["record"], base["chat_template"]),
-            rewarming=None if rewarming is None else Rewarming(**rewarming),
+            config=read.config,
+            recipe=read.recipe,
+            model=GPTConfig.from_dict(read.model),
+            lora=lora_shape(read.config.given()),
+            base=None if base is None else Base(base.record.model_dump(), base.chat_template),
+            rewarming=read.rewarming,
         )
+
+
+class _Base(BaseModel):
+    record: BaseRecord
+    chat_template: str | None
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    config: TrainingConfig
+    recipe: Recipe
+    model: dict[str, Any]
+    base: _Base | None = None
+    rewarming: Rewarming | None = None
 
 
 def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTraining:

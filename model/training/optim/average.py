@@ -74,11 +74,17 @@ class Average:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Load a result of `state_dict`. None means that the saved run had no average; the average
-        then begins with the current weights."""
+        then begins with the current weights. Raises ValueError if shapes differ."""
         rows = self._weights
         if state is not None:
-            self.pending = state["pending"]
+            self.pending = float(state["pending"])
+            if len(state["averages"]) != len(rows):
+                raise ValueError(
+                    f"the average has {len(state['averages'])} tensors; expected {len(rows)}"
+                )
             pairs = zip(state["averages"], self._shards, strict=True)
             rows = [whole[shard.rows] for whole, shard in pairs]
         for average, values in zip(self._averages, rows, strict=True):
+            if average.shape != values.shape:
+                raise ValueError(f"an average has shape {[*values.shape]}, not {[*average.shape]}")
             average.copy_(values)

@@ -29,6 +29,8 @@ from logitd.model.transformer.lora import NARROW
 from logitd.model.transformer.value_map import MAP, map_values
 
 Kind = Literal["matrix", "embedding", "head", "scalar"]
+MOMENTS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+"""Names of the tensors in the state of each optimizer."""
 
 
 @torch.no_grad()
@@ -180,7 +182,8 @@ class Optimizers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned on the main process."""
+        """Load the state that `state_dict` returned on the main process. The hyperparameters are
+        the recipe's. Raises ValueError or LookupError if the state belongs to another model."""
 
         def rows(tensor: Tensor, shard: ParamShard) -> Tensor:
             # Copy: a view of even one number would keep the mapped file, and its blocks on the
@@ -188,7 +191,10 @@ class Optimizers:
             return (tensor[shard.rows] if tensor.ndim else tensor).clone()
 
         for name, optimizer in self.all.items():
-            optimizer.load_state_dict(self._map_state(optimizer, state[name], rows))
+            loaded = self._map_state(optimizer, state[name], rows)
+            loaded["param_groups"] = optimizer.state_dict()["param_groups"]
+            _check_state(name, optimizer, loaded["state"])
+            optimizer.load_state_dict(loaded)
 
     def _local_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         shard = shard_of(parameter)
@@ -218,6 +224,21 @@ class Optimizers:
             for shard in (shards[index],)
         }
         return {**state, "state": changed}
+
+
+def _check_state(
+    name: str, optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Raise ValueError unless each parameter's state has the right tensors. torch's fused kernels
+    do not check shapes."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for index, values in state.items():
+        right = dict.fromkeys(MOMENTS[name], tensors[index].shape)
+        if "step" in right:
+            right["step"] = torch.Size()
+        found = {each: getattr(value, "shape", None) for each, value in values.items()}
+        if found != right:
+            raise ValueError(f"{name} has {found} for parameter {index}; expected {right}")
 
 
 def _maps(gpt: GPT) -> Iterator[_View]:

@@ -42,6 +42,8 @@ from logitd.model.folder_lock import FolderLock, FolderLocked
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.resolve import ResolvedTraining
 from logitd.model.training.run.metrics_log import read_metrics
+from logitd.model.transformer.config import ConfigError
+from logitd.model.transformer.lora import LoraError
 
 PLOT = "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -168,9 +170,8 @@ class RunDirectory:
             raise TrainingError(f"{path} cannot be read: {error}") from error
         try:
             return ResolvedTraining.from_dict(document)
-        except (KeyError, TypeError, ValueError) as error:
+        except (ConfigError, LoraError, TrainingError) as error:
             reason = " ".join(str(error).split())
-            reason = f"it has no {reason}" if isinstance(error, KeyError) else reason
             raise TrainingError(f"{path} is not a valid description of a run: {reason}") from error
 
     def checkpoint(self, step: int) -> Path:

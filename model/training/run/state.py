@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
 
 from logitd.model.device import Placement, describe
 from logitd.model.files import require_regular, whole_file
+from logitd.model.first_error import first_error
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from logitd.model.training.distributed.ranks import ALONE, Ranks
@@ -35,6 +37,22 @@ VERSION = 2
 REVISION = 2
 """Version of the trainer's arithmetic and order of batches. Version 1 did not shuffle the
 documents, and made five Newton-Schulz iterations."""
+
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
+"""Errors that a damaged state file may cause."""
+
+
+class SavedState(BaseModel):
+    """The contents of the state file, except its version."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    counters: Counters
+    environment: dict[str, Any]
+    weights: dict[str, Tensor]
+    average: dict[str, Any] | None = None
+    optimizers: dict[str, dict[str, Any]]
+    reports: dict[str, Any]
 
 
 def environment(
@@ -101,29 +119,15 @@ def load_state(
     run, and the states of its step log and divergence monitor. Raises TrainingError."""
     document = read_state(path, mapped=is_sharded(gpt))
     try:
-        scatter_weights(gpt, document["weights"])
-        average.load_state_dict(document.get("average"))
-        optimizers.load_state_dict(document["optimizers"])
-        return (
-            saved_counters(path, document),
-            dict(document["environment"]),
-            dict(document["reports"]),
-        )
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        scatter_weights(gpt, document.weights)
+        average.load_state_dict(document.average)
+        optimizers.load_state_dict(document.optimizers)
+    except DAMAGE as error:
         raise TrainingError(f"{path} does not fit the run's model: {error}") from error
+    return document.counters, document.environment, document.reports
 
 
-def saved_counters(path: Path, document: Mapping[str, Any]) -> Counters:
-    """The counters in the contents of the state file. Raises TrainingError."""
-    try:
-        return TypeAdapter(Counters).validate_python(document.get("counters"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(["counters", *map(str, first["loc"])])
-        raise TrainingError(f"{path}: {name} is {first['input']!r:.100}: {first['msg']}") from error
-
-
-def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+def read_state(path: Path, *, mapped: bool = False) -> SavedState:
     """The contents of the state file. If `mapped`, tensors stay on the disk until they are used.
     Raises TrainingError."""
     try:
@@ -131,12 +135,15 @@ def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         raise TrainingError(f"there is nothing to resume: {path} does not exist") from error
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, pickle.UnpicklingError, *DAMAGE) as error:
         raise TrainingError(f"{path} is not a complete training state: {error}") from error
     version = document.get("version") if isinstance(document, dict) else None
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise TrainingError(
             f"{path} has version {version!r}, but this version of logitd reads only version "
             f"{VERSION}"
         )
-    return dict(document)
+    try:
+        return SavedState.model_validate(document)
+    except ValidationError as error:
+        raise TrainingError(f"{path} is damaged: {first_error(error)}") from error

@@ -58,10 +58,12 @@ class StepLog:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._smoothed = state["smoothed"]
-        self.steps, self._tokens = state["steps"], state["tokens"]
-        self._loss, self._norm, self._lr_scale = state["loss"], state["norm"], state["share"]
-        self._since = time.monotonic() - state["seconds"]
+        smoothed = state["smoothed"]
+        self._smoothed = None if smoothed is None else float(smoothed)
+        self.steps, self._tokens = int(state["steps"]), int(state["tokens"])
+        self._loss, self._norm = float(state["loss"]), float(state["norm"])
+        self._lr_scale = float(state["share"])
+        self._since = time.monotonic() - float(state["seconds"])
 
     def start(self) -> None:
         """Start the clock before the first step after a report, so that the time spent on

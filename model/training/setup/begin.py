@@ -43,7 +43,7 @@ from logitd.model.training.events import EventHandler, Noticed, Prepared
 from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.run import Run
-from logitd.model.training.run.state import read_state, saved_counters
+from logitd.model.training.run.state import read_state
 from logitd.model.training.setup.base import open_base, reopen_base
 from logitd.model.training.setup.measure import measure, measure_machine
 from logitd.model.training.step.forward import training_placement
@@ -294,7 +294,7 @@ def _saved_counters(directory: RunDirectory) -> Counters:
     """The counters of the saved state; zeros if the run was killed before its first save."""
     if not directory.state.exists() and not directory.checkpoints():
         return Counters()
-    return saved_counters(directory.state, read_state(directory.state, mapped=True))
+    return read_state(directory.state, mapped=True).counters
 
 
 def _chat_template(training: ResolvedTraining) -> str | None:

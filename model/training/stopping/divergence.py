@@ -40,8 +40,10 @@ class DivergenceMonitor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._first, self._best = state["first"], state["best"]
-        self._since, self._reports = state["since"], state["reports"]
+        since = state["since"]
+        self._since = None if since is None else int(since)
+        self._first, self._best = float(state["first"]), float(state["best"])
+        self._reports = int(state["reports"])
 
     def start(self, loss: float) -> None:
         """Record the loss of the first step, which is computed before any update of the weights."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
 from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run, may_become_run
-from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
+from logitd.model.files import CONFIG_BYTES, FileError, parse_json, read_regular, require_regular
 from logitd.service.cli.program_name import command
 
 KEPT_IN = (Path("checkpoints"), Path("runs"))
@@ -81,7 +81,13 @@ def _problem(path: Path) -> str | None:
         return _adapter(path, "BASE") if _is_adapter(path) else None
     if not path.exists():
         return _mistyped(path)
-    return _file(path) if path.is_file() else _folder(path)
+    if path.is_dir():
+        return _folder(path)
+    try:
+        require_regular(path)
+    except FileError as error:
+        return str(error)
+    return _file(path)
 
 
 def _is_adapter(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Adapter folders, and merging an adapter into its base checkpoint."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,15 @@ def test_damaged_weights_are_refused(adapter: Path) -> None:
         ({"format_version": 2}, "format_version 2.*1"),
         ({"kind": "model"}, "adapter"),
         ({"rank": 0}, "rank.*0"),
-        ({"targets": None}, "adapter"),
-        ({"training": {"step": 1}}, "adapter"),
+        ({"targets": None}, "config.json: targets is None"),
+        ({"targets": ["head"]}, "config.json: targets.0 is 'head'"),
+        ({"training": {"step": 1}}, "config.json: tokens is missing"),
+        ({"base": {"weights_sha256": "0"}}, "config.json: base.name is missing"),
+        ({"base": {"name": 5, "weights_sha256": "0"}}, "config.json: base.name is 5"),
+        ({"rank": "2"}, "config.json: rank is '2'"),
+        ({"alpha": [1]}, r"config.json: alpha is \[1\]"),
+        ({"files": ["adapter.safetensors"]}, "config.json: files is"),
+        ({"chat_template": 5}, "config.json: chat_template is 5"),
     ],
 )
 def test_invalid_description_is_refused(
@@ -169,6 +177,21 @@ def test_invalid_description_is_refused(
     document = json.loads((adapter / "config.json").read_text())
     (adapter / "config.json").write_text(json.dumps(document | change))
     with pytest.raises(CheckpointError, match=message):
+        read_adapter(adapter)
+
+
+def test_merge_that_overflows_is_refused(adapter: Path, base: Path, tmp_path: Path) -> None:
+    document = json.loads((adapter / "config.json").read_text())
+    (adapter / "config.json").write_text(json.dumps(document | {"alpha": 1e300}))
+    with pytest.raises(CheckpointError, match=r"not finite after the merge \(alpha is 1e\+300\)"):
+        merge(base, adapter, tmp_path / "out", save_dtype="float32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_a_pipe_are_refused(adapter: Path) -> None:
+    (adapter / WEIGHTS).unlink()
+    os.mkfifo(adapter / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"not an adapter \(/.*is a pipe"):
         read_adapter(adapter)
 
 

@@ -175,6 +175,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "half a template": (section("tokenizer", chat_template="{% for %}"), f"{CONFIG}.*line 1"),
     "ranks of another line": (appended(RANKS, b"no rank\n"), f"line 257 of {RANKS}.*no rank"),
     "unknown record": (section("training", loss=1.0), f"{CONFIG}.*training"),
+    "record without tokens": (
+        lambda path: edit_config(path, lambda document: document["training"].pop("tokens")),
+        f"{CONFIG}: tokens of the training record is missing$",
+    ),
     "negative step": (section("training", step=-1), f"{CONFIG}.*step.*-1"),
     "step in a string": (section("training", step="abc"), "step.*abc"),
     "step is true": (section("training", step=True), "step.*True"),

@@ -201,3 +201,21 @@ def test_imported_vocabulary_is_restored_from_disk(kind: str, tmp_path: Path) ->
     assert again.tokenizer.tokens == tokenizer.tokens
     with pytest.raises(DataError, match=r"the text cannot be encoded: .*'[dq]"):
         prepare(text_of("the dog"), tmp_path / "other", vocabulary=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        (7, "the document is 7"),
+        ({}, "record is missing"),
+        ({"record": []}, r"record is \[\]"),
+        ({"record": {"name": 7}}, "record.name is 7"),
+    ],
+)
+def test_damaged_description_of_a_prepared_text_is_refused(
+    tmp_path: Path, document: object, reason: str
+) -> None:
+    (tmp_path / "tokenizer.tiktoken").write_bytes(b"")
+    (tmp_path / "data.json").write_text(json.dumps(document))
+    with pytest.raises(DataError, match=f"data.json: {reason}"):
+        read_prepared(tmp_path)

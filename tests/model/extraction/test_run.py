@@ -356,7 +356,19 @@ def test_new_file_of_another_program_is_named(extracting: Extract, tmp_path: Pat
         (out / name).unlink()
 
 
-@pytest.mark.parametrize("index", ["", "{}", '{"shards": [{}]}', '{"shards": [], "data_name": ""}'])
+SHARD = {"file": "shard-000000.parquet", "rows": 1, "bytes": 1, "sha256": "0", "document": 0}
+OUTSIDE = SHARD | {"file": "../shard-000000.parquet", "position": 1}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *("", "{}", "[]", '{"shards": [{}]}', '{"shards": [], "data_name": ""}'),
+        '{"shards": [], "data_name": "", "computation": []}',
+        json.dumps({"shards": [SHARD], "data_name": ""}),
+        json.dumps({"shards": [OUTSIDE], "data_name": ""}),
+    ],
+)
 def test_foreign_index_is_refused(extracting: Extract, tmp_path: Path, index: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / INDEX).write_text(index)

@@ -37,7 +37,7 @@ def test_configuration_is_stored_and_read(tmp_path: Path) -> None:
         ("file", "../owner.py", "file of a model computed by code is '../owner.py'"),
         ("file", "/owner.py", "file of a model computed by code"),
         ("rows", "29", "rows of a model computed by code is '29'"),
-        ("unknown", 1, "unknown of a model computed by code is 1"),
+        ("unknown", 1, "unknown of a model computed by code is unknown"),
     ],
 )
 def test_wrong_configuration_is_refused(

@@ -67,7 +67,7 @@ def _hash(value: Any) -> str:
 
 def _state(run: Path) -> dict[str, str]:
     """Hashes of everything in a run's state except the clock."""
-    document = read_state(run / "state" / "state.pt")
+    document = read_state(run / "state" / "state.pt").model_dump()
     for clock in ("seconds", "setup", "ending", "pace", "ending_pace"):
         document["counters"].pop(clock)
     document["reports"]["log"].pop("seconds")
@@ -275,7 +275,7 @@ def test_accumulated_gradients_are_averaged(configure: Configure, tmp_path: Path
     for name in ("gradient_norm", "loss"):
         expected, found = ([each[name] for each in metrics] for metrics in steps)
         assert found == pytest.approx(expected, rel=1e-3), name
-    weights = [read_state(result.run / "state" / "state.pt")["weights"] for result in (big, parts)]
+    weights = [read_state(result.run / "state" / "state.pt").weights for result in (big, parts)]
     for name, weight in weights[0].items():
         # Except one in a thousand whose gradient is nearly zero: AdamW follows its sign.
         far = (weights[1][name] - weight).abs() > 1e-4
@@ -563,7 +563,7 @@ def test_exploding_loss_ends_the_run_without_a_bad_state(configure: Configure) -
     with pytest.raises(TrainingError, match=r"diverged: since step 5 the smoothed loss"):
         train(config, events.append)
     assert config.out is not None
-    assert read_state(config.out / "state" / "state.pt")["counters"]["step"] == 0
+    assert read_state(config.out / "state" / "state.pt").counters.step == 0
     notices = [event.message for event in events if isinstance(event, Noticed)]
     assert any(each.startswith("step 20 is not saved: the loss is far") for each in notices)
     steps = [event.step for event in events if isinstance(event, Progress)]

@@ -169,6 +169,27 @@ def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
         eventually(lambda: check_reply(ask(following)) == 1)
 
 
+def test_followed_checkpoint_is_served_once_its_copy_is_complete(
+    tmp_path: Path, logged_errors: list[str]
+) -> None:
+    """A copy of a run has its links before its checkpoints. The refused checkpoint was once not
+    tried again."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    save_steps(run, 1)
+    save_steps(tmp_path, 2)
+    point(run, "best", 1)
+    with serving(run, follow="best", follow_interval=0.02) as following:
+        point(run, "best", 2)
+        eventually(lambda: "does not exist" in "".join(logged_errors))
+        (run / "step-2").mkdir()
+        for name in ("config.json", "model.safetensors", "tokenizer.tiktoken"):
+            shutil.copy(tmp_path / "step-2" / name, run / "step-2")
+        eventually(lambda: check_reply(ask(following)) == 2)
+    logged_errors.clear()
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -216,7 +216,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("n_head = 4", "n_head is 4"),
+        ("n_head = 4", "n_head is unknown"),
         ("tensors = 3", "tensors is 3"),
         ("state = 3", "state is 3"),
         ("[tensors]\nembeding.weight = 'x'", r"tensors\.embeding .*token_embedding"),
@@ -226,7 +226,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[tensors]\nhead.weight = ''", r"tensors\.head\.weight is ''"),
         ("[tensors]\nkey.weight = 'a.{K}'", r"key\.weight .*\['\{K\}'\].*\{N\}.*\{M\}"),
         ("[tensors]\nhead.weight = 'a.{N}'", r"head\.weight .*\['\{N\}'\]"),
-        ("[computation]\nheads = 4", "unknown field computation.heads; the fields are n_head, "),
+        ("[computation]\nheads = 4", "computation.heads is unknown; the fields are n_head, "),
         ("[computation]\nactivation = 'mish'", "activation is 'mish'.*'relu'"),
         ("[computation]\nn_head = 4.0", r"n_head is 4\.0"),
         ("[computation]\nn_head = 0", "n_head is 0"),
@@ -273,3 +273,9 @@ def test_masks_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
     roles = tensor_map(strange_map(tmp_path), strange_tensors(), ["t", "extra.mask"])
     assert set(roles.ignored) == {"extra.mask", "junk.a", "l1.noise", "l2.noise"}
     assert (roles.first_layer, roles.n_layer, roles.n_head) == (1, 2, 2)
+
+
+def test_byte_order_mark_before_a_map_file_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "map.toml"
+    path.write_text("[computation]\nn_head = 4\n", encoding="utf-8-sig")
+    assert read_map_file(path).answers == {"n_head": 4}

@@ -249,7 +249,7 @@ def added(**members: Any) -> dict[str, Any]:
     [
         ({"tokenizer": {"shuffle": True}}, "tokenizer.json: shuffle is True"),
         (added(fuzzy=True), "fuzzy is True"),
-        (added(id=-1), "not a valid added token"),
+        (added(id=-1), "id of the added token '<x>' is -1; expected an integer, at least 0"),
         ({"tokenizer": {"pre_tokenizer": {"type": "ByteLevel", "upper": 1}}}, "upper is 1"),
         ({"tokenizer": {"decoder": {"type": "Metaspace"}}}, "Metaspace"),
         ({"tokenizer": {"post_processor": {"type": "Reverse"}}}, "Reverse"),

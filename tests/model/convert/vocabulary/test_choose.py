@@ -216,7 +216,7 @@ def test_contradictory_vocabulary_is_refused() -> None:
         ),
         ({"stoi": {"a": 0, "b": 1}, "chars": ["a", "z"]}, "'chars' has 'z', which 'stoi' lacks"),
         ({"chars": ["a", "b"], "vocab": ["b", "a"]}, "'chars' and 'vocab' are different"),
-        ({"stoi": {"a": 0, "b": 0}}, "'a' and 'b' of a vocabulary share the id 0"),
+        ({"stoi": {"a": 0, "b": 0}}, "'a' and 'b' share the id 0"),
         ({"itos": ["a", "a"]}, "'a' has two ids, 0 and 1"),
         ({"itos": ["a", ""]}, "the text of id 1 is empty"),
         ({"itos": ["a", "\ud800"]}, "is not Unicode"),

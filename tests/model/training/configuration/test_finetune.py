@@ -185,10 +185,10 @@ def test_state_and_checkpoint_have_only_adapters(tune: Tune, base: Path) -> None
     events: list[Event] = []
     result = train(tune(lora=2, lora_alpha=8.0, lora_targets=("qkv", "mlp_up")), events.append)
     state = read_state(result.run / "state" / "state.pt")
-    assert len(state["weights"]) == 2 * 2 * 2
-    assert all(name.endswith(("lora_a", "lora_b")) for name in state["weights"])
-    assert list(state["optimizers"]) == ["adamw"]
-    assert len(state["optimizers"]["adamw"]["state"]) == 8
+    assert len(state.weights) == 2 * 2 * 2
+    assert all(name.endswith(("lora_a", "lora_b")) for name in state.weights)
+    assert list(state.optimizers) == ["adamw"]
+    assert len(state.optimizers["adamw"]["state"]) == 8
     adapter = read_adapter(result.best)
     assert (adapter.shape.rank, adapter.shape.alpha) == (2, 8.0)
     assert adapter.shape.targets == ("qkv", "mlp_up")

@@ -88,7 +88,7 @@ def test_last_checkpoint_has_the_better_weights(
     windows = validation_windows(text.val, text.tokenizer, window=32, batch_size=4, batches=4)
     forward = Forward(served, training_placement("cpu", "float32", 1), dropout=0.0)
     assert validate(served, windows, forward).loss == pytest.approx(result.val_loss, rel=1e-6)
-    weights = read_state(result.run / "state" / "state.pt")["weights"]
+    weights = read_state(result.run / "state" / "state.pt").weights
     name = "blocks.0.qkv.weight"
     assert torch.equal(served.get_parameter(name), weights[name]) != better
     card = (result.checkpoint / "README.md").read_text()

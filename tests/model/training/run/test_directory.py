@@ -21,7 +21,7 @@ TRAINING = ResolvedTraining(
     config=TrainingConfig(steps=20, data=("a.txt",)),
     recipe=PRESETS["tiny"].recipe,
     model=tiny_config(),
-    base=Base({"name": "base"}, None),
+    base=Base({"name": "base", "weights_sha256": "0"}, None),
 )
 
 
@@ -164,11 +164,37 @@ def test_description_is_read_back_as_written(tmp_path: Path) -> None:
         "data": ["a.txt"],
     }
     (run.path / "run.json").write_text("{}")
-    with pytest.raises(TrainingError, match=r"run\.json .*: it has no 'config'$"):
+    with pytest.raises(TrainingError, match=r"run\.json .*: config is missing$"):
         run.read_training()
     (run.path / "run.json").write_text('{"config": {"stepz": 1}, "recipe": {}, "model": {}}')
     with pytest.raises(TrainingError, match=r"run\.json .*stepz"):
         run.read_training()
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "reason"),
+    [
+        ("recipe", {"batch_size": "x"}, "recipe.batch_size is 'x'"),
+        ("recipe", {"dtype": 7}, "recipe.dtype is 7"),
+        ("recipe", {"seed": None}, "recipe.seed is None"),
+        ("recipe", {"speed": 7}, "recipe.speed is unknown"),
+        ("model", {"d_ff": "x"}, "d_ff is 'x'"),
+        ("base", {"record": {}}, "base.record.name is missing"),
+        ("config", {"data": 7}, "config.data is 7"),
+    ],
+)
+def test_invalid_description_is_refused(
+    tmp_path: Path, section: str, change: dict[str, Any], reason: str
+) -> None:
+    run = _run(tmp_path / "run", {})
+    document = json.loads((run.path / "run.json").read_text())
+    document[section] |= change
+    contents: list[Any] = [document, [], 7]
+    for written in contents:
+        (run.path / "run.json").write_text(json.dumps(written))
+        sentence = reason if isinstance(written, dict) else "the document is"
+        with pytest.raises(TrainingError, match=f"run.json is not a valid .*: {sentence}"):
+            run.read_training()
 
 
 def test_mount_point_of_a_failed_run_is_left_empty(

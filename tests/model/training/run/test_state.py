@@ -17,7 +17,6 @@ from logitd.model.training.run.state import (
     load_state,
     read_state,
     save_state,
-    saved_counters,
 )
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.gpt import GPT
@@ -32,8 +31,11 @@ def _model() -> tuple[GPT, Optimizers, Average]:
     return gpt, Optimizers(gpt, PRESETS["tiny"].recipe), Average(gpt, 0.05)
 
 
-def _save(path: Path) -> None:
+def _save(path: Path, steps: int = 0) -> None:
     gpt, optimizers, average = _model()
+    for _ in range(steps):
+        gpt(torch.zeros(1, 8, dtype=torch.long)).logits.square().mean().backward()
+        optimizers.step(0.1)
     save_state(
         path,
         gpt=gpt,
@@ -112,10 +114,15 @@ def test_differences_of_environments_are_named() -> None:
         ("counters", None, "counters is None"),
         ("counters", {"step": "x"}, "counters.step is 'x'"),
         ("counters", {"seconds": [1]}, r"counters.seconds is \[1\]"),
-        ("average", [1], "does not fit"),
-        ("optimizers", 7, "does not fit"),
-        ("weights", {"a": 1}, "does not fit"),
-        ("environment", 7, "does not fit"),
+        ("average", [1], r"average is \[1\]"),
+        ("average", {"pending": "x"}, "does not fit"),
+        ("average", {"pending": 0.0, "averages": []}, "the average has 0 tensors"),
+        ("optimizers", 7, "optimizers is 7"),
+        ("optimizers", {"muon": {}}, "does not fit"),
+        ("weights", {"a": 1}, "weights.a is 1"),
+        ("weights", {"a": torch.ones(1)}, "does not fit"),
+        ("environment", 7, "environment is 7"),
+        ("version", torch.ones(2), "has version tensor"),
     ],
 )
 def test_damaged_section_is_refused(
@@ -127,6 +134,41 @@ def test_damaged_section_is_refused(
     gpt, optimizers, average = _model()
     with pytest.raises(TrainingError, match=f"state.pt.*{reason}"):
         load_state(path, gpt=gpt, optimizers=optimizers, average=average)
-    if section == "counters":
-        with pytest.raises(TrainingError, match=reason):
-            saved_counters(path, read_state(path))
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+@pytest.mark.parametrize("value", [7, torch.ones(1), torch.ones(2, 2), None])
+def test_damaged_moments_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    """torch's fused kernels once wrote beyond a tensor that was too small."""
+    path = tmp_path / "state.pt"
+    _save(path, steps=1)
+    document = torch.load(path)
+    moments = document["optimizers"][name]["state"][0]
+    moments["momentum_buffer" if name == "muon" else "exp_avg"] = value
+    torch.save(document, path)
+    gpt, optimizers, average = _model()
+    with pytest.raises(TrainingError, match=f"does not fit the run's model: {name} has"):
+        load_state(path, gpt=gpt, optimizers=optimizers, average=average)
+
+
+def test_average_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    _save(path)
+    document = torch.load(path)
+    document["average"]["averages"][0] = torch.ones(1)
+    torch.save(document, path)
+    gpt, optimizers, average = _model()
+    with pytest.raises(TrainingError, match=r"an average has shape \[1\], not"):
+        load_state(path, gpt=gpt, optimizers=optimizers, average=average)
+
+
+def test_learning_rates_and_decay_come_from_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    _save(path, steps=1)
+    document = torch.load(path)
+    document["optimizers"]["muon"]["param_groups"] = "lost"
+    torch.save(document, path)
+    gpt, optimizers, average = _model()
+    load_state(path, gpt=gpt, optimizers=optimizers, average=average)
+    groups = _model()[1].all["muon"].state_dict()["param_groups"]
+    assert optimizers.all["muon"].state_dict()["param_groups"] == groups

@@ -2,6 +2,7 @@
 the command that helps.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -103,6 +104,7 @@ def desk() -> None:
     (run / "state" / "state.pt").touch()
     for folder in ("empty", "folder/src", "fresh"):
         Path(folder).mkdir(parents=True)
+    os.mkfifo("pipe")
     for file in ("curve.png", "my-text.txt", "notes.md", "rows.parquet", "fresh/run.json"):
         Path(file).write_text("{}")
 
@@ -124,6 +126,7 @@ def desk() -> None:
         ("notes.md", "is a text; ", ["train --data notes.md --out runs/notes", "serve runs/notes"]),
         ("rows.parquet", "is a text; ",
          ["train --data rows.parquet --out runs/rows", "serve runs/rows"]),
+        ("pipe", "is a pipe (FIFO); expected a regular file", []),
         ("curve.png", "is neither a checkpoint nor an importable model: ", ["serve"]),
         ("folder", "is neither a checkpoint nor an importable model: ", ["serve"]),
     ],
