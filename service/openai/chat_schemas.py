@@ -75,7 +75,9 @@ class Message(RequestBody):
         description="A text, or text parts to be joined by line breaks. Required, except in an "
         "assistant's message with `tool_calls`.",
     )
-    name: Text | None = Field(None, description="Name of the speaker, for templates that use it.")
+    name: str | None = Field(
+        None, max_length=256, description="Name of the speaker, for templates that use it."
+    )
     tool_calls: list[ToolCall] | None = Field(
         None,
         max_length=MAX_TOOLS,

@@ -286,6 +286,7 @@ def test_template_may_refuse(parrot: Serving) -> None:
         ({"messages": []}, "messages", None),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages",
          "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "x", "name": "x" * 257}]}, "messages", None),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", None),
         ({"top_logprobs": 2}, "top_logprobs", None),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
