@@ -103,7 +103,7 @@ def finetuned_recipe(
             )
         values |= {"optimizer": "adamw", "matrix_lr": LORA_RATE, "weight_decay": 0.0}
     values = {name: value for name, value in values.items() if name not in given}
-    return replace(recipe, **values, tokenizer="the checkpoint's", vocab_size=base.vocab_size)
+    return replace(recipe, **values, tokenizer="the checkpoint's")
 
 
 def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | None) -> GPTConfig:

@@ -158,7 +158,7 @@ def test_recipe_is_gentle_unless_given(tune: Tune) -> None:
     assert recipe.matrix_lr == preset.matrix_lr / 10
     assert recipe.embedding_lr == preset.embedding_lr / 10
     assert (recipe.head_lr, recipe.warmup) == (0.5, 2)
-    assert (recipe.optimizer, recipe.vocab_size) == ("muon", 257)
+    assert recipe.optimizer == "muon"
     recipe, _ = resolved(tune(steps=40, warmup=0, lora=2, preset="small"))
     assert (recipe.optimizer, recipe.matrix_lr) == ("adamw", LORA_RATE)
     assert (recipe.weight_decay, recipe.warmup) == (0.0, 0)
