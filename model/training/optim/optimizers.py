@@ -171,7 +171,7 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """The complete states of the optimizers, on the main process, as a single process would
-        have them. All processes of a sharded model must call it."""
+        have them, without hyperparameters. All processes of a sharded model must call it."""
 
         def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
             return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
@@ -192,9 +192,8 @@ class Optimizers:
 
         for name, optimizer in self.all.items():
             loaded = self._map_state(optimizer, state[name], rows)
-            loaded["param_groups"] = optimizer.state_dict()["param_groups"]
             _check_state(name, optimizer, loaded["state"])
-            optimizer.load_state_dict(loaded)
+            optimizer.load_state_dict({**optimizer.state_dict(), **loaded})
 
     def _local_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         shard = shard_of(parameter)
@@ -210,9 +209,9 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state in which the tensors of divided parameters are replaced by the
-        results of `change`. These tensors are moments, which have the parameter's rows, and counts
-        of steps, which are scalars."""
+        """The member `state` of an optimizer's state, with the results of `change` for the tensors
+        of divided parameters. These tensors are moments, which have the parameter's rows, and
+        counts of steps, which are scalars."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {
@@ -223,7 +222,7 @@ class Optimizers:
             for index, values in state["state"].items()
             for shard in (shards[index],)
         }
-        return {**state, "state": changed}
+        return {"state": changed}
 
 
 def _check_state(
