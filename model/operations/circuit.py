@@ -128,13 +128,11 @@ class Verification(ReplyBody):
         description="All parts outside the circuit are set to their means."
     )
     circuit_alone_share: float | None = Field(
-        description="Where `circuit_alone` is on the way from `without_all` (0) to the "
-        "difference (1)."
+        description="The ratio (circuit_alone - without_all) / (difference - without_all)."
     )
     without_circuit: float = Field(description="The circuit is set to its means.")
     without_circuit_share: float | None = Field(
-        description="Where `without_circuit` is on the way from `without_all` (0) to the "
-        "difference (1)."
+        description="The ratio (without_circuit - without_all) / (difference - without_all)."
     )
     without_all: float = Field(description="All parts are set to their means.")
 

@@ -385,10 +385,10 @@ class Verification:
     is the original difference. A share is null if there is nothing to explain."""
 
     circuit_alone: float  # All parts outside the circuit are set to their means.
-    # Where `circuit_alone` is on the way from `without_all` (0) to the difference (1).
+    # The ratio (circuit_alone - without_all) / (difference - without_all).
     circuit_alone_share: float | None
     without_circuit: float  # The circuit is set to its means.
-    # Where `without_circuit` is on the way from `without_all` (0) to the difference (1).
+    # The ratio (without_circuit - without_all) / (difference - without_all).
     without_circuit_share: float | None
     without_all: float  # All parts are set to their means.
 
