@@ -13,6 +13,7 @@ A resumed run has the same bits as an uninterrupted one if its environment equal
 """
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -132,10 +133,13 @@ def read_state(path: Path, *, mapped: bool = False) -> SavedState:
     Raises TrainingError."""
     try:
         require_regular(path)
+        with zipfile.ZipFile(path) as archive:  # torch does not compare the checksums
+            if damaged := archive.testzip():
+                raise TrainingError(f"{path} is damaged: the checksum of {damaged} is wrong")
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         raise TrainingError(f"there is nothing to resume: {path} does not exist") from error
-    except (OSError, EOFError, pickle.UnpicklingError, *DAMAGE) as error:
+    except (OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, *DAMAGE) as error:
         raise TrainingError(f"{path} is not a complete training state: {error}") from error
     version = document.get("version") if isinstance(document, dict) else None
     if type(version) is not int or version != VERSION:

@@ -83,6 +83,11 @@ def test_missing_damaged_and_foreign_states_are_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(TrainingError, match="is not a complete training state"):
             read_state(path)
+    path.write_bytes(whole)
+    weight = next(iter(read_state(path).weights.values())).numpy().tobytes()
+    path.write_bytes(whole.replace(weight, weight[:-1] + b"\x7f"))
+    with pytest.raises(TrainingError, match=r"is damaged: the checksum of .* is wrong"):
+        read_state(path)
     torch.save({"version": 99}, path)
     with pytest.raises(TrainingError, match="has version 99"):
         read_state(path)
