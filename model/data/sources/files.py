@@ -91,7 +91,7 @@ def kind_of(path: Path) -> Kind:
     if known := BY_NAME.get(name.suffix):
         return known
     with open_utf8(path) as file:
-        if file.read(PIECE).lstrip("\ufeff\r\n\t ").startswith("{"):
+        if file.read(PIECE).lstrip("\r\n\t ").startswith("{"):
             file.seek(0)
             lines = iter(partial(file.readline, LONGEST_LINE), "")
             first = islice((line for line in lines if not line.isspace()), 2)
@@ -111,10 +111,11 @@ def documents_of_all(files: Sequence[Path], text_field: str | None) -> Iterator[
 
 
 def open_utf8(path: Path) -> TextIO:
-    """Open a plain or compressed file as text; line endings stay unchanged."""
+    """Open a plain or compressed file as text, without a byte order mark at its start; line endings
+    stay unchanged."""
     if _is_packed(path):
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def json_value(file: TextIO, name: str, field: str | None) -> Iterator[Document]
 
 def is_json_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line.removeprefix("\ufeff")), dict)
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -81,7 +81,6 @@ def csv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Docume
     try:
         if (header := next(rows, None)) is None:
             return
-        header[:1] = [cell.removeprefix("\ufeff") for cell in header[:1]]
         column = header.index(_known(name, "column", field, header))
         for row in rows:
             where = f"{name}, line {rows.line_num}"
@@ -128,7 +127,7 @@ def _text_column(schema: Any, arrow: Any, name: str, field: str | None) -> str:
 
 def _value(where: str, text: str) -> Any:
     try:
-        return json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))
+        return json.loads(text.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         problem, line = error.msg.removesuffix(" at"), f"line {error.lineno}, " * (error.lineno > 1)
         raise DataError(f"{where} is not JSON: {problem} at {line}column {error.colno}") from error

@@ -41,6 +41,13 @@ def test_word_without_files_is_refused(tmp_path: Path) -> None:
         named_files(str(tmp_path))
 
 
+def test_byte_order_mark_is_not_part_of_the_text(tmp_path: Path) -> None:
+    """Guards against a text from Windows whose mark became its first token."""
+    path = tmp_path / "a.txt"
+    path.write_text("\ufeff\ufeffone", encoding="utf-8")
+    assert read(path) == "\ufeffone", "only the first"
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_file_is_read_unchanged_in_bounded_pieces(
