@@ -10,8 +10,9 @@ training run for new checkpoints.
 import asyncio
 import contextlib
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import (
@@ -75,7 +76,7 @@ class Reloader:
             await asyncio.sleep(settings.follow_interval)
             before = files
             try:
-                wanted = self._chosen or self._default()
+                wanted = self._wanted()
                 files = _files(wanted)
             except OSError as error:  # the link is being replaced, or its disk is unavailable
                 logger.warning("cannot look for new checkpoints of the run: %s", error)
@@ -85,15 +86,18 @@ class Reloader:
             seen, tried = wanted, files
             if wanted != self._checkpoint.path:  # equal if `choose` has just loaded it
                 with contextlib.suppress(ReloadError):  # already logged and counted
-                    await self._reload(wanted)
+                    await self._reload(self._wanted)
 
     async def choose(self, name: str | None) -> bool:
         """Serve the checkpoint with this name until another one is chosen; None means the
-        checkpoint given at the start. Returns False if it is already served. Raises OSError, and
-        ReloadError if the old checkpoint stays in use."""
-        swapped = await self._reload(self._default() if name is None else self._named(name))
+        checkpoint given at the start. Returns False if it is already served. Raises ReloadError if
+        the old checkpoint stays in use."""
+        swapped = await self._reload(self._default if name is None else partial(self._named, name))
         self._chosen = None if name is None else self._checkpoint.path
         return swapped
+
+    def _wanted(self) -> Path:
+        return self._chosen or self._default()
 
     def _default(self) -> Path:
         return checkpoint_of(self._settings.source.path, self._settings.follow)
@@ -111,14 +115,16 @@ class Reloader:
             )
         return folder / name
 
-    async def _reload(self, path: Path) -> bool:
-        """Serve the checkpoint at a path. Returns once the old checkpoint is no longer used."""
+    async def _reload(self, find: Callable[[], Path]) -> bool:
+        """Serve the checkpoint that `find` returns once reloads in progress have ended, because
+        the administrator may choose one meanwhile. Returns when the old one is no longer used."""
         async with self._reload_lock:
             try:
+                path = find()
                 swapped = await self._swap(path)
             except (CheckpointError, OSError, ReloadError) as error:
                 self._metrics.reloads[ReloadResult.REFUSED].inc()
-                logger.error("%s is refused, %s stays: %s", path, self._checkpoint.path, error)
+                logger.error("reload refused, %s stays: %s", self._checkpoint.path, error)
                 raise ReloadError(str(error)) from error
         result = ReloadResult.SWAPPED if swapped else ReloadResult.UNCHANGED
         self._metrics.reloads[result].inc()

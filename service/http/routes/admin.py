@@ -88,7 +88,7 @@ async def reload(
     served = models.of(body.model).model
     try:
         swapped = await served.reloader.choose(body.checkpoint)
-    except (OSError, ReloadError) as error:
+    except ReloadError as error:
         raise ApiError(409, "conflict_error", str(error), "checkpoint", "not_reloaded") from error
     return ReloadReply(
         model=served.name,

@@ -20,6 +20,7 @@ from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
 from logitd.service.http.routes import weights
+from logitd.service.models import reloader
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.service.serving import Serving, at_work, eventually, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
@@ -169,6 +170,26 @@ def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
         eventually(lambda: check_reply(ask(following)) == 1)
 
 
+def test_chosen_checkpoint_stays_if_the_run_saves_one_meanwhile(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new best checkpoint waited for the reload of the chosen one and then replaced it."""
+
+    def reading(path: Path) -> CheckpointInfo:
+        if path.name == "step-2":
+            point(run, "best", 3)
+            time.sleep(0.2)
+        return read_checkpoint(path)
+
+    point(run, "best", 1)
+    with serving(run, follow="best", follow_interval=0.02, admin_key=ADMIN) as following:
+        monkeypatch.setattr(reloader, "read_checkpoint", reading)
+        assert reload(following, "step-2").json()["checkpoint"]["step"] == 2
+        eventually(lambda: sum(reloads(following, {}).values()) == 2)
+        assert reloads(following, {}) == {"swapped": 1, "unchanged": 1}
+        assert check_reply(ask(following)) == 2
+
+
 def test_followed_checkpoint_is_served_once_its_copy_is_complete(
     tmp_path: Path, logged_errors: list[str]
 ) -> None:
@@ -216,11 +237,8 @@ def test_refused_checkpoint_changes_nothing(
     assert (error["type"], error["code"]) == ("conflict_error", "not_reloaded")
     assert why in error["message"]
     assert check_reply(ask(server)) == 1
-    known = (run / name / "config.json").exists() and "/" not in name and name
-    assert reloads(server, before) == ({"refused": 1} if known else {})
-    assert [name in line and "step-1 stays" in line for line in logged_errors] == [True] * bool(
-        known
-    )
+    assert reloads(server, before) == {"refused": 1}
+    assert [name in line and "step-1 stays" in line for line in logged_errors] == [True]
     logged_errors.clear()
     assert reload(server, "step-2").json()["swapped"], "the next reload succeeds"
 
