@@ -113,7 +113,9 @@ def read_map_file(path: Path) -> MapFile:
             )
     try:
         parsed = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+    except RecursionError as error:
+        raise ConvertError(f"{path} is not TOML: it is nested too deeply") from error
+    except ValueError as error:  # also for a number of thousands of digits
         raise ConvertError(f"{path} is not TOML: {error}") from error
     document = _validated(str(path), _Document, parsed)
     names = {

@@ -338,6 +338,8 @@ def _readable(message: str) -> str:
             f"a text needs more than {LIMITS['max_lexer_states']} states of the lexer, or "
             "too many at once; shorten repetitions that overlap, such as (.*a.{9})+"
         )
+    if "coerce_one_of" in message:
+        return "the alternatives of oneOf may overlap; use anyOf, or exclude overlaps"
     location = LOCATION.match(message)
     if "(in regex): " in message:
         reason = message.rpartition("(in regex): ")[2].rpartition("\nerror: ")[2].partition("\n")[0]

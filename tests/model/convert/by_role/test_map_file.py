@@ -238,6 +238,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[files]\ntransposed = ['up']", r"files\.transposed.* is 'up'.*mlp_up"),
         ("[tensors", "TOML"),
         ("a = " + "9" * 50_000, "TOML"),
+        ("a = " + "[" * 50_000, "nested too deeply"),
         (f"a = 1\nb{'.b' * 50_000} = 1", r"50,000 dots; the limit is 100"),
         ("x = 1\n[a" + ".'b'" * 50_000 + "]", r"50,000 dots; the limit is 100"),
     ],

@@ -270,7 +270,7 @@ REFUSED: list[tuple[Kind, Any, str]] = [
     ("json_schema", {"$ref": "file:///etc/passwd"}, "retriever"),
     ("json_schema", {"type": "string", "format": "shoe-size"}, "shoe-size"),
     ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "Unsatisfiable"),
-    ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use anyOf, or"),
     ("json_schema", {"enum": []}, "Unsatisfiable"),
     ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
     ("grammar", "start: b", 'at 1(8): unknown name: "b"'),
