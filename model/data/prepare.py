@@ -37,7 +37,7 @@ from logitd.model.data.vocabulary import (
     require_end_of_text,
     tokenizer_sha256,
 )
-from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
+from logitd.model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular, write_whole
 from logitd.model.first_error import first_error
 from logitd.model.plural import pluralize
 from logitd.model.text.published import published_tokenizer
@@ -130,7 +130,7 @@ def prepare_text(
     }
     tokenizer.write_ranks(folder / RANKS)
     document = {"record": record, **tokenizer.description()}
-    (folder / "data.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "data.json", (json.dumps(document, indent=2) + "\n").encode())
     return PreparedText(tokenizer, train, val, record)
 
 

@@ -25,6 +25,7 @@ import regex
 import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from logitd.model.files import write_whole
 from logitd.model.first_error import first_error
 from logitd.model.text.added_tokens import AddedTokens, Flag, end_of_space
 from logitd.model.text.pieces import PieceEncoder, SplitTime, UnknownPiece, word_spans
@@ -439,7 +440,7 @@ class Tokenizer:
             base64.b64encode(token) + b" %d\n" % rank
             for token, rank in sorted(self.ranks.items(), key=lambda item: item[1])
         )
-        path.write_bytes(b"".join(lines))
+        write_whole(path, b"".join(lines))
 
     @classmethod
     def described(cls, description: Mapping[str, Any], ranks: Mapping[bytes, int]) -> "Tokenizer":
