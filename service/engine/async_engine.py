@@ -292,8 +292,8 @@ class AsyncEngine:
         """Deliver the results that were computed, and end all other requests with an error."""
         self.failed.set()
         self._reports.deliver()
-        for request in self._open.values():
-            request.submission.fail(FAILED)
+        for submission in {request.submission for request in self._open.values()}:
+            submission.fail(FAILED)
         self._open.clear()
         self.admission.clear()
         self._changed.set()
