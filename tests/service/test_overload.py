@@ -14,6 +14,9 @@ import pytest
 
 from logitd.model.inference.constraints.compiler import Source
 from logitd.model.operations.prompts import encode_text
+from logitd.service.engine.admission import Limit, QueueFull
+from logitd.service.engine.session import EngineSession
+from logitd.service.engine.submission import Submission
 from logitd.service.http import sse
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.models.constraints import Constraints
@@ -22,6 +25,7 @@ from tests.service.serving import (
     Poster,
     Serving,
     dechunked,
+    error_of,
     events,
     eventually,
     occupy,
@@ -242,6 +246,23 @@ def test_deadline_passes_in_the_queue(server: Serving) -> None:
         assert server.served.engine.admission.sequences == 1
     server.wait_idle()
     assert server.finished("timeout") == len(POSTS)
+
+
+def test_deadline_passes_while_a_sweep_waits_for_room(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue becomes full after the first part of the sweep, so no cell is ever submitted."""
+    submit = EngineSession.submit
+
+    def full_for_cells(self: EngineSession, requests: Any, **more: bool) -> Submission:
+        if requests[0].request_id.startswith("cell"):
+            raise QueueFull("2 sequences waiting", 2, 1, Limit.SEQUENCES)
+        return submit(self, requests, **more)
+
+    monkeypatch.setattr(EngineSession, "submit", full_for_cells)
+    vary = {"stage": "blocks.*.mlp.out", "operation": "zero"}
+    body = {"prompt": "a", "vary": vary, "over": ["layers"], "timeout": 0.5}
+    assert error_of(server.post("/sweep", body), 504).code == "deadline_exceeded"
 
 
 def test_waiting_stream_is_kept_alive(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
