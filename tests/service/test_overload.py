@@ -14,6 +14,7 @@ import pytest
 
 from logitd.model.inference.constraints.compiler import Source
 from logitd.model.operations.prompts import encode_text
+from logitd.model.plural import pluralize
 from logitd.service.engine.admission import Limit, QueueFull
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
@@ -36,7 +37,7 @@ from tests.service.serving import (
     request_bytes,
     serving,
 )
-from tests.service.spelling import long_prompt, spelled
+from tests.service.spelling import CONTEXT_LENGTH, long_prompt, spelled
 
 POSTS: dict[str, Any] = {
     "/generate": {"prompt": "a", "max_tokens": 5},
@@ -246,6 +247,16 @@ def test_deadline_passes_in_the_queue(server: Serving) -> None:
         assert server.served.engine.admission.sequences == 1
     server.wait_idle()
     assert server.finished("timeout") == len(POSTS)
+
+
+def test_stream_delivers_all_tokens_before_its_timeout(server: Serving) -> None:
+    """The last tokens and the end of the sequence often arrive together."""
+    body = POSTS["/generate"] | {"max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True}
+    reply = server.post("/generate", body | {"stream": True, "timeout": 0.1})
+    *chunks, error = events(reply.content)
+    ids = [i for chunk in chunks for choice in chunk["choices"] for i in choice["token_ids"]]
+    assert ids == spelled("a", len(ids))
+    assert f"with {pluralize(len(ids), 'token')} generated" in error["error"]["message"]
 
 
 def test_deadline_passes_while_a_sweep_waits_for_room(
