@@ -115,6 +115,12 @@ def not_loaded(message: str, param: str = "model") -> ApiError:
     return ApiError(503, "unavailable_error", message, param, NOT_LOADED)
 
 
+def timed_out(progress: str) -> ApiError:
+    """The error for a request whose timeout expired. `progress` says how far the request came."""
+    message = f"the request's timeout expired {progress}"
+    return ApiError(504, "timeout_error", message, "timeout", "deadline_exceeded")
+
+
 EXPECTED = (ApiError, InvalidRequest, QueueFull, EngineStopped)
 """Errors that are not bugs. `as_api_error` translates them."""
 
@@ -142,14 +148,8 @@ def raise_failure(event: FinishEvent) -> None:
         case FinishReason.STOP | FinishReason.LENGTH:
             return
         case FinishReason.TIMEOUT:
-            raise ApiError(
-                504,
-                "timeout_error",
-                "the request's timeout expired with "
-                f"{pluralize(event.completion_tokens, 'token')} generated",
-                "timeout",
-                "deadline_exceeded",
-            )
+            tokens = pluralize(event.completion_tokens, "token")
+            raise timed_out(f"with {tokens} generated")
         case FinishReason.UNREAD:
             raise unavailable(
                 "the client read the reply too slowly while other requests waited for its slot; "

@@ -130,6 +130,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "service.log": set(),
     "service.body_writer": set(),
+    "service.threads": set(),
     "service.client": set(),
     "service.settings": {
         "model.checkpoint.run_folder", "model.convert.by_role.computation",
@@ -150,11 +151,11 @@ ROOMS: dict[str, set[str]] = {
     "service.access": {"model", "service.engine", "service.errors", "service.settings"},
     "service.models": {
         "model", "service.access", "service.engine", "service.errors", "service.metrics",
-        "service.settings",
+        "service.settings", "service.threads",
     },
     "service.http": {
         "model", "service.access", "service.body_writer", "service.engine", "service.errors",
-        "service.metrics", "service.models",
+        "service.metrics", "service.models", "service.threads",
     },
     "service.openai": {
         "model", "service.access", "service.errors", "service.http", "service.models",

@@ -68,8 +68,9 @@ class AsyncEngine:
         self._open: dict[str, _OpenRequest] = {}
         self._unread: dict[Submission, None] = {}  # have events, and their readers were not woken
         self._draining = False  # no new requests
-        self._closed = False  # no reserved requests either
+        self._closed = False  # no further requests of sessions that have begun either
         self._weights = WeightsVersion(0)  # for new requests
+        self._holds = 0  # of all versions
         self._computing = 0  # number of the version that the engine computes with
         self._reload: asyncio.Task[None] | None = None  # the last one
         self._changed = asyncio.Event()  # set when a condition of a reload may have become true
@@ -101,13 +102,17 @@ class AsyncEngine:
         return self._driver.now()
 
     def hold(self) -> WeightsVersion:
-        """Keep the current version of the weights until `end_hold`."""
+        """Keep the current version of the weights until `end_hold`. A drain waits for this. Raises
+        EngineStopped if new requests are rejected."""
+        self._check_open(self._weights, closed=self._draining)
         self._weights.holds += 1
+        self._holds += 1
         return self._weights
 
     def end_hold(self, version: WeightsVersion) -> None:
         """End a hold. Nothing else will be submitted to this version."""
         version.holds -= 1
+        self._holds -= 1
         self._changed.set()
 
     def submit(
@@ -116,17 +121,18 @@ class AsyncEngine:
         version: WeightsVersion | None = None,
         usage: Usage | None = None,
     ) -> Submission:
-        """Queue all requests or none, for a version of the weights (default: the current one).
+        """Queue all requests or none, for a held version of the weights (default: the current one).
         Raises InvalidRequest if the model cannot compute a request or if the queue can never have
         room for all of them, QueueFull if the queue has no room now, and EngineStopped."""
-        version = version or self._weights
+        if version is None:
+            self._check_open(self._weights, closed=self._draining)
+            version = self._weights
         self._check(requests, version)
         return self._enqueue(requests, self.admission.admit(requests), version, usage or Usage())
 
     def reserve(self, requests: Sequence[Request], version: WeightsVersion) -> None:
-        """Reserve room in the queue for requests that are submitted one after another, so that
-        neither a full queue nor the start of a drain rejects the later ones. Raises the same errors
-        as `submit`."""
+        """Reserve room in the queue for requests that are submitted one after another, so that a
+        full queue does not reject the later ones. Raises the same errors as `submit`."""
         self._check(requests, version)
         self.admission.reserve(requests)
 
@@ -134,7 +140,7 @@ class AsyncEngine:
         self, request: Request, version: WeightsVersion, usage: Usage
     ) -> Submission:
         """Queue a reserved request. Raises EngineStopped."""
-        self._check_open(version, closed=self._closed)
+        self._check_open(version)
         return self._enqueue([request], [self.admission.admit_reserved(request)], version, usage)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
@@ -153,14 +159,14 @@ class AsyncEngine:
         await asyncio.shield(self._reload)
 
     async def stop(self, drain_timeout: float) -> None:
-        """Reject new requests, let running ones finish for `drain_timeout` seconds, then abort the
-        rest."""
+        """Reject new requests, let running ones finish for `drain_timeout` seconds, including what
+        their sessions still submit, then abort the rest."""
         self._draining = True
         if self._stopped.is_set():
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_timeout):
-                await self.admission.wait_empty()
+                await self._wait_idle()
         self._closed = True
         if self._open:
             sequences = sum(request.open for request in self._open.values())
@@ -174,12 +180,12 @@ class AsyncEngine:
     def _check(self, requests: Sequence[Request], version: WeightsVersion) -> None:
         for request in requests:
             check_request(request, self.admission.config)
-        self._check_open(version, closed=self._draining)
+        self._check_open(version)
 
-    def _check_open(self, version: WeightsVersion, *, closed: bool) -> None:
+    def _check_open(self, version: WeightsVersion, *, closed: bool = False) -> None:
         if self.failure is not None:
             raise EngineStopped(self.failure)
-        if closed:
+        if closed or self._closed:
             raise EngineStopped(SHUTTING_DOWN)
         if version.sealed:
             raise EngineStopped(REPLACED)
@@ -199,6 +205,14 @@ class AsyncEngine:
             self._open[request.request_id] = opened
             self._driver.add(request, version.number)
         return submission
+
+    async def _wait_idle(self) -> None:
+        """Wait until no request is open and no session will submit another one."""
+        while self.admission.sequences or self._holds:
+            await self.admission.wait_empty()
+            if self._holds:
+                self._changed.clear()
+                await self._changed.wait()
 
     # Reloading
 
@@ -292,8 +306,8 @@ class AsyncEngine:
         """Deliver the results that were computed, and end all other requests with an error."""
         self.failed.set()
         self._reports.deliver()
-        for request in self._open.values():
-            request.submission.fail(FAILED)
+        for submission in {request.submission for request in self._open.values()}:
+            submission.fail(FAILED)
         self._open.clear()
         self.admission.clear()
         self._changed.set()

@@ -36,6 +36,12 @@ class EngineSession:
         is the engine's current version."""
         return self._engine.version if self._weights is None else self._weights.number
 
+    @property
+    def expired(self) -> bool:
+        """True after the deadline of the session's requests."""
+        deadline = self._signature["deadline"]
+        return deadline is not None and self._engine.now() >= deadline
+
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
         """Queue all requests or none. Raises the same errors as `AsyncEngine.submit`. `more`
         announces further submissions."""

@@ -113,6 +113,8 @@ class Generation:
             if part := self._part({"choices": [], **self._tail()}):
                 yield part
         except EXPECTED as error:
+            if part := self._grown(()):  # what arrived together with the error
+                yield part
             yield sse.event(as_api_error(error).body())
         yield sse.DONE
 

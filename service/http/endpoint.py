@@ -37,6 +37,7 @@ from logitd.service.http.body import BODY_BYTES, body_of, described_by
 from logitd.service.http.envelope import server_timing
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
+from logitd.service.threads import to_thread_until_done
 
 THREAD_BYTES = 256
 """A body up to this size is planned on the event loop, which includes encoding its texts. This
@@ -172,8 +173,8 @@ async def _pieces(content: bytes) -> AsyncIterator[bytes]:
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
     """Reply to a request that needs only the vocabulary. At most one long request and one short
-    request are processed at a time. A long text briefly needs many times its size in memory, and
-    more threads that run Python would delay the event loop."""
+    request are processed at a time, even if their clients leave. A long text briefly needs many
+    times its size in memory, and more threads that run Python would delay the event loop."""
     state = context.request.app.state.service
     is_long = _body_bytes(context) > LONG_BYTES
     async with state.long_texts if is_long else state.short_texts:
@@ -192,4 +193,4 @@ async def _written(
         head = envelope(operation.reply_id, context.model.name, context.checkpoint)
         return orjson.dumps({**head, **plan.reply(computed)})
 
-    return await asyncio.to_thread(write)
+    return await to_thread_until_done(write)

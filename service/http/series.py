@@ -16,7 +16,7 @@ from starlette.responses import Response
 from logitd.model.operations.operation import Operation, Series, envelope
 from logitd.service.engine.admission import Load, QueueFull
 from logitd.service.engine.submission import Submission
-from logitd.service.errors import EXPECTED, as_api_error
+from logitd.service.errors import EXPECTED, as_api_error, timed_out
 from logitd.service.http import sse
 from logitd.service.http.envelope import checkpoint_headers
 from logitd.service.models.context import RequestContext, gather
@@ -108,11 +108,14 @@ class RunningSeries:
 
     async def _submit(self, job: Any) -> Submission | None:
         """Submit a job. If the queue is full, returns None while another job of this series is
-        running, and otherwise waits for room in the queue."""
+        running, and otherwise waits for room in the queue. Raises ApiError at the deadline."""
+        session = self._context.session
         while True:
             try:
-                return self._context.session.submit([job], more=True)
+                return session.submit([job], more=True)
             except QueueFull:
                 if self._running:
                     return None
+                if session.expired:
+                    raise timed_out("while it waited for room in the queue") from None
                 await asyncio.sleep(FULL_SECONDS)

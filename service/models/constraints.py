@@ -32,6 +32,7 @@ from logitd.model.inference.errors import ConstraintError
 from logitd.service.engine.admission import Limit
 from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
+from logitd.service.threads import to_thread_until_done
 
 MAX_COMPILING = 8
 """Maximum number of constraints compiled at the same time. Callers that have less than an equal
@@ -83,7 +84,7 @@ class Constraints:
         constraint = constraint.without_starts()
         for _ in range(min(sequences, MAX_PREPARED)):
             async with self._slow:
-                await asyncio.to_thread(constraint.prepare)
+                await to_thread_until_done(constraint.prepare)
         return constraint
 
     async def _compiled_now(self, source: Source, caller: str) -> Constraint:
@@ -146,7 +147,7 @@ class Constraints:
         await self._try(source)
         slow = time.monotonic() - began > LONG_SECONDS
         async with self._slow if slow else nullcontext():
-            constraint = await asyncio.to_thread(compiler.compile, source)
+            constraint = await to_thread_until_done(partial(compiler.compile, source))
         self._metrics.constraint_compile.observe(time.monotonic() - began)
         self._cache[source] = constraint
         if len(self._cache) > MAX_CACHED:

@@ -14,6 +14,10 @@ import pytest
 
 from logitd.model.inference.constraints.compiler import Source
 from logitd.model.operations.prompts import encode_text
+from logitd.model.plural import pluralize
+from logitd.service.engine.admission import Limit, QueueFull
+from logitd.service.engine.session import EngineSession
+from logitd.service.engine.submission import Submission
 from logitd.service.http import sse
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.models.constraints import Constraints
@@ -22,6 +26,7 @@ from tests.service.serving import (
     Poster,
     Serving,
     dechunked,
+    error_of,
     events,
     eventually,
     occupy,
@@ -32,7 +37,7 @@ from tests.service.serving import (
     request_bytes,
     serving,
 )
-from tests.service.spelling import long_prompt, spelled
+from tests.service.spelling import CONTEXT_LENGTH, long_prompt, spelled
 
 POSTS: dict[str, Any] = {
     "/generate": {"prompt": "a", "max_tokens": 5},
@@ -242,6 +247,33 @@ def test_deadline_passes_in_the_queue(server: Serving) -> None:
         assert server.served.engine.admission.sequences == 1
     server.wait_idle()
     assert server.finished("timeout") == len(POSTS)
+
+
+def test_stream_delivers_all_tokens_before_its_timeout(server: Serving) -> None:
+    """The last tokens and the end of the sequence often arrive together."""
+    body = POSTS["/generate"] | {"max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True}
+    reply = server.post("/generate", body | {"stream": True, "timeout": 0.1})
+    *chunks, error = events(reply.content)
+    ids = [i for chunk in chunks for choice in chunk["choices"] for i in choice["token_ids"]]
+    assert ids == spelled("a", len(ids))
+    assert f"with {pluralize(len(ids), 'token')} generated" in error["error"]["message"]
+
+
+def test_deadline_passes_while_a_sweep_waits_for_room(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue becomes full after the first part of the sweep, so no cell is ever submitted."""
+    submit = EngineSession.submit
+
+    def full_for_cells(self: EngineSession, requests: Any, **more: bool) -> Submission:
+        if requests[0].request_id.startswith("cell"):
+            raise QueueFull("2 sequences waiting", 2, 1, Limit.SEQUENCES)
+        return submit(self, requests, **more)
+
+    monkeypatch.setattr(EngineSession, "submit", full_for_cells)
+    vary = {"stage": "blocks.*.mlp.out", "operation": "zero"}
+    body = {"prompt": "a", "vary": vary, "over": ["layers"], "timeout": 0.5}
+    assert error_of(server.post("/sweep", body), 504).code == "deadline_exceeded"
 
 
 def test_waiting_stream_is_kept_alive(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

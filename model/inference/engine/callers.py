@@ -6,7 +6,8 @@ A caller should not hold all slots for long, because running sequences are never
   COMPANY_SECONDS.
 - A caller runs only as many sequences that generate with interventions as fit into one step. More
   of them would only occupy slots and wait.
-- A sequence waits while another sequence of its request computes a prefix that it can copy.
+- A sequence waits while another sequence of its request computes a prefix that it can copy, or
+  scores their prompt.
 
 In each step, callers take turns to have their prompts computed. The rules see sequences and slot
 counts; the scheduler decides and keeps all other state.
@@ -85,12 +86,14 @@ def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int)
     return not sequence.changes_rows or len(same) == 1 or elements <= step_elements
 
 
-def sibling_computes_more(sequence: Sequence, length: int, running: Many[Sequence]) -> bool:
+def waits_for_sibling(sequence: Sequence, length: int, running: Many[Sequence]) -> bool:
     """True if another sequence of the same request is computing blocks of the same prompt, so that
-    this sequence will soon be able to copy more than the `length` positions available now. Waiting
+    this sequence will soon be able to copy more than the `length` positions available now. Also
+    true while a sibling scores the prompt, because a prompt's logprobs precede all tokens. Waiting
     costs nothing, because prompts are computed one by one anyway."""
     shareable = sequence.first_needed // BLOCK * BLOCK
-    return length < shareable and any(
+    scores = sequence.generation is not None and sequence.generation.prompt_logprobs is not None
+    return (length < shareable or scores) and any(
         s.group is sequence.group and s.state is State.PREFILL for s in running
     )
 

@@ -39,7 +39,7 @@ from logitd.model.inference.engine.budget import PrefillBudget, Waiting
 from logitd.model.inference.engine.callers import (
     CallerTurns,
     leaves_rows,
-    sibling_computes_more,
+    waits_for_sibling,
 )
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.ngram import Draft, Drafter, split_evenly
@@ -320,7 +320,7 @@ class Scheduler:
             ):
                 source, length = self._shared_prefix(sequence)
                 reuses = self._reuses_prefix(sequence)
-                if not (reuses and sibling_computes_more(sequence, length, running)):
+                if not (reuses and waits_for_sibling(sequence, length, running)):
                     return sequence, source, length
         return None
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,10 @@ def prompt_logprobs(name: str, length: int, n: int = 1) -> GenerationRequest:
 
 def reserved(owner: AsyncEngine, requests: list[Request]) -> EngineSession:
     session = EngineSession(owner)
-    session.reserve(requests)
+    with ExitStack() as unless_reserved:
+        unless_reserved.callback(session.close)
+        session.reserve(requests)
+        unless_reserved.pop_all()
     return session
 
 

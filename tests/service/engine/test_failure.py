@@ -13,6 +13,7 @@ from logitd.service.engine.admission import AdmissionController
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.driver import EngineDriver, OnCompute
 from logitd.service.engine.submission import EngineStopped, Submission
+from logitd.service.engine.usage import Usage
 from tests.service.engine.harness import (
     LIMITS,
     TINY,
@@ -88,6 +89,17 @@ async def test_failed_engine_ends_every_submission(logged_errors: list[str]) -> 
     await owner.stop(TEST_TIMEOUT)
     assert len(logged_errors) == 1
     assert "a secret of the engine" in logged_errors[0]
+    logged_errors.clear()
+
+
+async def test_failed_engine_settles_the_usage_of_several_prompts(logged_errors: list[str]) -> None:
+    owner, usage, told = broken(), Usage(), list[str]()
+    submission = owner.submit([generation(name, 50) for name in "ab"], usage=usage)
+    with pytest.raises(EngineStopped):
+        await rest(submission)
+    usage.when_settled(lambda: told.append("settled"))
+    assert (told, usage.open, usage.lost) == (["settled"], 0, True)
+    await owner.stop(TEST_TIMEOUT)
     logged_errors.clear()
 
 

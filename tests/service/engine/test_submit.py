@@ -8,11 +8,13 @@ import pytest
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.errors import InvalidRequest
 from logitd.service.engine.admission import QueueFull
+from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import EngineStopped
 from tests.service.engine.harness import (
     TINY,
     GatedEngine,
     all_rows,
+    finishes,
     generation,
     reserved,
     rest,
@@ -59,6 +61,19 @@ async def test_drain_waits_for_a_reservation() -> None:
         assert len(await rest(reservation.submit_next())) == 2
         assert not stopping.done()
         reservation.close()
+        await stopping
+
+
+async def test_drain_waits_for_what_a_session_still_submits() -> None:
+    """A sweep, or a request that is computed in two parts, has nothing in the queue at times."""
+    async with running(tiny()) as (owner, _):
+        session = EngineSession(owner)
+        await rest(session.submit([generation("a")], more=True))
+        stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopped):
+            EngineSession(owner).submit([generation("late")])
+        assert len(finishes(await rest(session.submit([generation("b")])))) == 1
         await stopping
 
 

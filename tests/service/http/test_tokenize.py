@@ -3,6 +3,7 @@ a text; and the calls of evaluation programs that use the server as a remote tok
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from logitd.model.operations import tokenize
 from logitd.model.operations.body import MAX_IDS
 from logitd.model.operations.tokenize import (
     MAX_PIECES,
@@ -209,6 +211,30 @@ def test_waiting_client_may_disconnect(merging: Serving) -> None:
     finally:
         merging.loop.call_soon_threadsafe(lock.release)
     assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"] == 100_000
+
+
+def test_long_text_keeps_the_others_waiting_after_its_client_has_left(
+    merging: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be interrupted. If it gave up its turn, clients that send and leave would
+    occupy every thread."""
+    begun, end = threading.Event(), threading.Event()
+
+    def slow_tokenized(*_: Any) -> list[dict[str, Any]]:
+        begun.set()
+        end.wait(TEST_TIMEOUT)
+        return [{}]
+
+    monkeypatch.setattr(tokenize, "_tokenized", slow_tokenized)
+    with merging.connect() as raw:
+        raw.sendall(request_bytes("/tokenize", LONG_WORK["/tokenize"]))
+        assert begun.wait(TEST_TIMEOUT)
+    try:
+        with pytest.raises(AssertionError, match="not within"):
+            eventually(lambda: not merging.state.long_texts.locked(), timeout=0.2)
+    finally:
+        end.set()
+    eventually(lambda: not merging.state.long_texts.locked())
 
 
 # Ids to text

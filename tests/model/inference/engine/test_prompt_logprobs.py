@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from logitd.model.inference.engine.cost import LISTED_ELEMENTS
 from logitd.model.inference.engine.events import PromptEvent, TokenEvent
 from tests.model.inference.engine.harness import Driven, generation, random_prompt, small_gpt
 
@@ -12,12 +13,18 @@ GPT = small_gpt()
 PROMPT = random_prompt(random.Random(0), 100)
 
 
-@pytest.mark.parametrize("prefill_chunk", [32, 64, 96, 128])
-def test_prompt_logprobs_precede_tokens(prefill_chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill_chunk", "step_elements"),
+    [(32, None), (64, None), (96, None), (128, None), (128, 70 * LISTED_ELEMENTS)],
+)
+def test_prompt_logprobs_precede_tokens(prefill_chunk: int, step_elements: int | None) -> None:
     """The sequence that scores the prompt computes all of it, while its sibling sequences could
     copy all of it. If they got ahead of it, an echoed prompt would come after the completion's
-    first tokens."""
+    first tokens. With 70 scored positions per step, the rest of the siblings' prompt would fit into
+    the first step, but not all of the scores."""
     driven = Driven(GPT, prefill_chunk=prefill_chunk)
+    scheduler = driven.engine._scheduler
+    scheduler.step_elements = step_elements or scheduler.step_elements
     driven.add(generation("before", PROMPT))
     driven.drain()
     driven.add(generation("p", PROMPT, n=3, prompt_logprobs=1))
