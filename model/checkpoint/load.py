@@ -7,7 +7,6 @@ copies the weights, so later changes to a file do not affect a loaded model.
 `model/checkpoint/checkpoint.py` reads the configuration, and writes checkpoints.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,7 +83,7 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
         # The other thread hashes. With all of torch's threads, two cores take 1.45 times as long.
         with one_thread():
             for tensor in stored:
-                check = partial(_check_finite, file.path, tensor)
+                check = partial(_check_elements, file.path, tensor.name, dtype)
                 read_elements(file, tensor, weights[tensor.name], check)
     return gpt.eval().requires_grad_(False)
 
@@ -228,10 +227,18 @@ def _check_weights(
             )
 
 
-def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
+def _check_elements(where: Path, name: str, dtype: torch.dtype, elements: Tensor) -> None:
+    """Raise CheckpointError unless all elements are finite, also in the dtype of the model."""
     # The extremes are enough; torch.isfinite takes twenty times as long.
-    if not all(math.isfinite(extreme) for extreme in torch.aminmax(elements)):
+    extremes = torch.stack(torch.aminmax(elements))
+    if not extremes.isfinite().all():
         raise CheckpointError(
-            f"{where}: {tensor.name} has NaN or infinite elements: the training diverged, or the "
-            "file was damaged before it was hashed"
+            f"{where}: {name} has NaN or infinite elements: the training diverged, or the file was "
+            "damaged before it was hashed"
+        )
+    if not extremes.to(dtype).isfinite().all():
+        raise CheckpointError(
+            f"{where}: {name} has elements from {extremes[0]:.3g} to {extremes[1]:.3g}, but "
+            f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:.3g}: set "
+            "another dtype"
         )

@@ -26,10 +26,10 @@ def fold_weights(
     refactor: bool,
 ) -> None:
     """Move the factors and biases of pre-norms into the matrices that read the norms' outputs.
-    Center the head and, with LayerNorm, the matrices that write to the stream, so that their
-    outputs have mean 0. Move the biases of values into the bias of attention. With `refactor`, also
-    replace the factors of each QK and OV circuit by the factors of its singular value
-    decomposition."""
+    Center the head and, if every reader of the stream is a LayerNorm, the matrices that write to
+    the stream, so that their outputs have mean 0. Move the biases of values into the bias of
+    attention. With `refactor`, also replace the factors of each QK and OV circuit by the factors of
+    its singular value decomposition."""
     config = gpt.config
     before = config.norm_position == "pre"
     if fold_ln and before:
@@ -47,7 +47,8 @@ def fold_weights(
             _reset(norm)
             if norm.centered:
                 unembed.W_U = unembed.W_U - unembed.W_U.mean(dim=0, keepdim=True)
-    if center_writing_weights and before and config.norm == "layernorm":
+    centers = before and config.norm == "layernorm" and config.final_norm
+    if center_writing_weights and centers:
         tables = [gpt.token_embedding]
         tables += [gpt.position_embedding] if config.positions == "learned" else []
         for table in tables:

@@ -5,7 +5,7 @@ reconstruction, and with the stage set to zero.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -22,7 +22,8 @@ from logitd.model.sae.training.fit import Length
 from logitd.model.transformer.autoencoder import Autoencoder
 
 FACTS_TOKENS = 2**18
-"""Number of tokens after which the measurement of density and examples ends."""
+"""Number of tokens after which the measurement of density and examples ends. It ends earlier if
+the text has fewer tokens, because each window counts once."""
 EXAMPLES, BEFORE, AFTER = 10, 16, 7
 """Number of examples per feature, and of tokens before and after the strongest token of each
 example."""
@@ -117,14 +118,29 @@ def _loss(activations: Activations, changes: Sequence[tuple[Intervention, ...]])
 def _facts(
     autoencoder: Autoencoder, activations: Activations, windows: Iterator[Unit], length: Length
 ) -> FeatureFacts:
-    examples = _Examples(autoencoder.features)
+    examples, once = _Examples(autoencoder.features), _each_once(windows)
     while examples.tokens < FACTS_TOKENS and (
         not examples.tokens or length.share(examples.tokens) < 1
     ):
-        group = list(islice(windows, WINDOWS_AT_ONCE))
+        if not (group := list(islice(once, WINDOWS_AT_ONCE))):
+            break
         for unit, rows in zip(group, activations.of_windows(group), strict=True):
             examples.add(unit.token_ids, autoencoder.encode(torch.from_numpy(rows)).numpy())
     return examples.facts()
+
+
+def _each_once(windows: Iterable[Unit]) -> Iterator[Unit]:
+    """Yield each of the windows, which repeat pass after pass, the first time that it occurs. End
+    when all have occurred."""
+    seen: set[tuple[int, int]] = set()
+    repeated = 0  # windows since the last new one
+    for unit in windows:
+        if unit.place not in seen:
+            seen.add(unit.place)
+            repeated = 0
+            yield unit
+        elif (repeated := repeated + 1) > len(seen):  # a whole pass without a new window
+            return
 
 
 class _Examples:

@@ -2,7 +2,8 @@
 
 The checkpoint determines shape and vocabulary; a setting that contradicts them is refused. Three
 fields may change, because no weight depends on them: dropout, the context length (unless positions
-are learned), and the scaling of rotary positions, which a longer context may need.
+are learned), and the scaling of rotary positions, which a longer context may need. An adapter has
+no shape of its own, so the context may then only be shorter, and the scaling cannot change.
 
 The recipe is the preset's, overridden by the user's settings. These values differ from the
 preset's unless the user sets them:
@@ -120,6 +121,11 @@ def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape |
         raise TrainingError(
             f"context_length is {context}, but the checkpoint has {base.context_length} learned "
             "positions; the context can change only with rotary or sinusoidal positions"
+        )
+    if lora is not None and context > base.context_length:
+        raise TrainingError(
+            f"context_length is {context}, but the checkpoint has {base.context_length}, which an "
+            f"adapter cannot increase: set at most {base.context_length}, or remove --lora"
         )
     scaling = given.get("rope_scaling", base.rope_scaling)
     if lora is not None and scaling != base.rope_scaling:

@@ -71,6 +71,15 @@ def test_bfloat16_rounds_once_and_halves_the_size(family: str, tmp_path: Path) -
         assert back(random_ids(2, 9), hidden_states=True).hidden_states.dtype == dtype
 
 
+def test_weight_that_the_dtype_cannot_represent_is_refused(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(n_layer=1))
+    gpt.token_embedding.weight.data[5, 3] = 70_000.0
+    path = save_tiny_checkpoint(tmp_path / "large", gpt=gpt).path
+    assert load_checkpoint(path, device=CPU, dtype=torch.bfloat16)[1].token_embedding.weight[5, 3]
+    with pytest.raises(CheckpointError, match=r"token_embedding.* 7e\+04, but float16 ends at"):
+        load_checkpoint(path, device=CPU, dtype=torch.float16)
+
+
 def test_other_files_come_back(tmp_path: Path) -> None:
     training = training_record(step=9, data={"name": "text", "sha256": "00", "bytes": 123})
     written = save_tiny_checkpoint(tmp_path / "step-000009", training=training, card="# Mine é\n")

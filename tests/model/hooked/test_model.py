@@ -126,6 +126,14 @@ def test_folded_weights_keep_the_probabilities(gpt: GPT) -> None:
     assert model.cfg.normalization_type.endswith("Pre")
 
 
+def test_folded_weights_without_final_norm_keep_the_probabilities() -> None:
+    """The head reads the mean of the stream, so the weights that write to it are not centered."""
+    model, ids = hooked(tiny_gpt(tiny_config(final_norm=False)).double()), random_ids(2, 20)
+    before = model(ids)
+    model.enable_compatibility_mode()
+    assert_close(model(ids).log_softmax(-1), before.log_softmax(-1), rtol=0, atol=1e-9)
+
+
 def test_head_result_hook_changes_one_head() -> None:
     model = hooked(tiny_gpt().double())
 

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from logitd.model.extraction.plan import Unit
 from logitd.model.sae.training import fit as module
 from logitd.model.sae.training.activations import _shuffled
 from logitd.model.sae.training.fit import Length, fit, with_weights
-from logitd.model.sae.training.measure import AFTER, BEFORE, EXAMPLES, _Examples
+from logitd.model.sae.training.measure import AFTER, BEFORE, EXAMPLES, _each_once, _Examples
 from logitd.model.transformer.autoencoder import Autoencoder
 
 WIDTH, COUNT, ACTIVE = 16, 32, 3
@@ -99,3 +100,16 @@ def test_shuffled_windows_are_all_there_once() -> None:
         drawn = list(_shuffled(range(50), size, random.Random(0)))
         assert sorted(drawn) == list(range(50))
     assert drawn != sorted(drawn)
+
+
+def test_each_window_is_measured_once_in_a_text_that_repeats() -> None:
+    def passes(seed: int) -> Iterator[Unit]:
+        rng, units = random.Random(seed), [Unit(n, "", 0, (0,), 0) for n in range(4)]
+        while True:
+            yield from _shuffled(units, 2, rng)
+
+    for seed in range(20):
+        windows = passes(seed)
+        for _ in range(seed % 4):  # training ends within a pass
+            next(windows)
+        assert sorted(unit.document for unit in _each_once(windows)) == [0, 1, 2, 3]

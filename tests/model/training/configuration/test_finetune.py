@@ -278,6 +278,7 @@ def test_longer_context_may_scale_the_positions(tune: Tune) -> None:
         ({"from_checkpoint": None, "lora": 2}, "lora .*--from"),
         ({"lora_alpha": 2.0}, "lora_alpha .*--lora"),
         ({"lora": 2, "rope_scaling": {"kind": "linear", "factor": 2.0}}, "rope_scaling .*linear"),
+        ({"lora": 2, "context_length": 33}, "context_length .*33.* 32, .*at most 32.*--lora"),
         ({"lora": 33}, "rank is 33"),
         ({"lora": 2, "optimizer": "muon"}, "optimizer .*muon.*adapters"),
         ({"lora": 2, "head_lr": 0.1}, "head_lr .*--lora"),
@@ -296,3 +297,7 @@ def test_setting_that_contradicts_the_base_is_refused(
 def test_setting_that_agrees_with_the_base_is_accepted(tune: Tune) -> None:
     _, model = resolved(tune(d_model=32, vocab_size=257, tied_head=False, dropout=0.5))
     assert model.dropout == 0.5
+
+
+def test_adapter_may_be_trained_in_a_shorter_context(tune: Tune) -> None:
+    assert resolved(tune(lora=2, context_length=16))[1].context_length == 16
