@@ -1,5 +1,5 @@
-"""Interrupts: makes Ctrl-C during imports end the process without a traceback, and SIGTERM end it
-after removing unfinished files.
+"""Interrupts: makes Ctrl-C and SIGTERM during imports end the process immediately. After the
+imports, SIGTERM ends it after removing unfinished files.
 
 Importing takes seconds. This module is imported first, so it imports only the standard library.
 """
@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of an interrupted command, as in shells."""
@@ -17,20 +18,21 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def quits_when_interrupted() -> Iterator[None]:
-    """End the process immediately, without cleanup, if it is interrupted in this context. If nohup
-    or a test has set an interrupt handler, that handler stays in place."""
-    usual = signal.default_int_handler
-    replaced = signal.getsignal(signal.SIGINT) is usual
-    if replaced:
-        try:
-            signal.signal(signal.SIGINT, _quit)
-        except ValueError:  # not in the main thread, the only one with signals
-            replaced = False
+    """End the process immediately, without cleanup, if it is interrupted or terminated in this
+    context. An exception could be caught by a library that is being imported, or crash its native
+    code. If nohup or a test has set an interrupt handler, that handler stays in place. So does an
+    ignored SIGTERM."""
+    usual: dict[int, Any] = {}
+    with suppress(ValueError):  # not in the main thread, the only one with signals
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            usual[signal.SIGINT] = signal.signal(signal.SIGINT, _quit)
+        if signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, None):  # None: set by C
+            usual[signal.SIGTERM] = signal.signal(signal.SIGTERM, _quit)
     try:
         yield
     finally:
-        if replaced:
-            signal.signal(signal.SIGINT, usual)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -56,4 +58,4 @@ def cleans_up_when_terminated() -> Iterator[None]:
 
 
 def _quit(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)
+    os._exit(128 + number)

@@ -451,11 +451,38 @@ def test_terminated_command_removes_unfinished_files(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_ignored_interrupts_stay_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ignored_interrupts_stay_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with quits_when_interrupted():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(number) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+CATCHES_ALL = """
+import os, signal
+from logitd.service.cli.interrupts import cleans_up_when_terminated, quits_when_interrupted
+
+with cleans_up_when_terminated():
+    with quits_when_interrupted():
+        try:  # as libraries do while they are imported
+            os.kill(os.getpid(), signal.SIG{name})
+            os.getpid()  # here at the latest the handler runs
+        except BaseException:
+            pass
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("INT", 130), ("TERM", 143)])
+def test_import_that_catches_everything_is_interrupted(name: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CATCHES_ALL.format(name=name)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
