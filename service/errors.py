@@ -116,7 +116,7 @@ def not_loaded(message: str, param: str = "model") -> ApiError:
 
 
 def timed_out(progress: str) -> ApiError:
-    """The error for a request whose timeout expired. `progress` says how far the request came."""
+    """The error for a request whose timeout expired. `progress` says how far it came."""
     message = f"the request's timeout expired {progress}"
     return ApiError(504, "timeout_error", message, "timeout", "deadline_exceeded")
 

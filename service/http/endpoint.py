@@ -113,7 +113,7 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
             while isinstance(step, Compile):
                 constraints = context.model.constraints
                 compiling = constraints.compiled(step.source, step.sequences, context.caller)
-                constraint = await context.unless_gone(compiling)
+                constraint = await context.in_time(compiling)
                 step = await _advance(planning, constraint, in_thread=in_thread)
         while isinstance(step, Compute):
             try:

@@ -6,6 +6,7 @@ its client leaves.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,9 +22,10 @@ from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Subject
 from logitd.model.operations.prompts import clip
 from logitd.service.access.callers import caller_of
+from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
-from logitd.service.errors import bad_request, client_gone, raise_failure
+from logitd.service.errors import bad_request, client_gone, raise_failure, timed_out
 from logitd.service.models.served import Models, ServedModel
 
 Result = TypeVar("Result")
@@ -39,14 +41,16 @@ read by the log."""
 class RequestContext:
     """A request to a model, and what its handler needs.
 
-    session  its submissions, with caller and deadline; closed after the reply
-    caller   name of the caller; the engine is shared fairly among callers
+    session   its submissions, with caller and deadline; closed after the reply
+    caller    name of the caller; the engine is shared fairly among callers
+    deadline  on the engine's clock; None without a timeout
     """
 
     model: ServedModel
     session: EngineSession
     request: Request
     caller: str
+    deadline: float | None
 
     @property
     def checkpoint(self) -> CheckpointInfo:
@@ -63,6 +67,12 @@ class RequestContext:
     async def compute(self, requests: Sequence[engine.Request], *, more: bool = False) -> Computed:
         """Compute the results of requests. Raises ApiError if the client leaves."""
         return await self.unless_gone(gather(self.session.submit(requests, more=more)))
+
+    async def in_time(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await `work` that the engine does not end at the deadline, as `unless_gone` does. Raises
+        ApiError at the deadline."""
+        async with _until(self.deadline, self.model.engine):
+            return await self.unless_gone(work)
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await `work`. If the client leaves, which a plain handler would not notice, cancel the
@@ -117,7 +127,8 @@ class ModelChoice:
             )
         deadline = _deadline(model, timeout)
         caller = caller_of(self._request)
-        at_step = await model.history.open(step, caller)
+        async with _until(deadline, model.engine):
+            at_step = await model.history.open(step, caller)
         self._ends.append(partial(model.history.close, step, caller))
         return self._context(at_step, deadline)
 
@@ -125,7 +136,7 @@ class ModelChoice:
         caller = caller_of(self._request)
         session = EngineSession(model.engine, caller, deadline)
         self._sessions.append(session)
-        context = RequestContext(model, session, self._request, caller)
+        context = RequestContext(model, session, self._request, caller, deadline)
         setattr(self._request.state, CONTEXT, context)
         if self.all.several:
             setattr(self._request.state, MODEL, model.name)
@@ -141,6 +152,16 @@ class ModelChoice:
 def _deadline(model: ServedModel, timeout: float | None) -> float | None:
     """The end of a timeout that begins now, on the clock that all engines share."""
     return None if timeout is None else model.engine.now() + timeout
+
+
+@asynccontextmanager
+async def _until(deadline: float | None, engine: AsyncEngine) -> AsyncIterator[None]:
+    """Cancel the work in this context at a deadline on the engine's clock, and raise ApiError."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - engine.now()):
+            yield
+    except TimeoutError as error:
+        raise timed_out("before the request was computed") from error
 
 
 async def events_of(submission: Submission) -> AsyncIterator[Event]:

@@ -225,6 +225,14 @@ def test_timeout_counts_the_compilation(server: Serving) -> None:
     assert error.code == "deadline_exceeded"
 
 
+def test_timeout_ends_the_compilation(hasty: Serving) -> None:
+    """Otherwise the compilation would end later, with a 400."""
+    error = hasty.refused("/generate", SLOW_BODY | {"timeout": 0.05}, 504)
+    assert error.code == "deadline_exceeded"
+    eventually(lambda: not hasty.served.constraints._compiling)
+    hasty.wait_idle()
+
+
 def test_missing_llguidance_is_refused_with_the_install_command(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

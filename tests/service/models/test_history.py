@@ -172,6 +172,19 @@ def test_callers_share_the_steps_in_memory(run: Path) -> None:
         use("many", 4)
 
 
+def test_timeout_does_not_wait_for_the_step(run: Path) -> None:
+    with serving(run, history=True) as server:
+        history = server.served.history
+        assert history is not None
+        lock = history._lock  # held while a step is loaded
+        asyncio.run_coroutine_threadsafe(lock.acquire(), server.loop).result(TEST_TIMEOUT)
+        error = server.refused("/probs", {"prompt": "a", "step": 16, "timeout": 0.05}, 504)
+        assert error.code == "deadline_exceeded"
+        server.loop.call_soon_threadsafe(lock.release)
+        assert check_reply(ask(server, step=16)) == 16
+        eventually(lambda: not history._uses)
+
+
 def test_damaged_step_is_refused_and_others_are_served(run: Path, tmp_path: Path) -> None:
     (tmp_path / HISTORY).mkdir()
     for child in run.iterdir():
