@@ -249,6 +249,13 @@ def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | N
     unlimited = settings.has("sliding_window") and settings.get("sliding_window") is None
     if not own or unlimited:
         return None
+    if model_type == "mistral":
+        settings.reject_unless(
+            "layer_types",
+            ([SLIDING] * n_layer,),
+            "transformers ignores it for mistral and gives every layer the sliding window: remove "
+            "layer_types, or set sliding_window to null if no layer has one",
+        )
     first = 0 if model_type == "mistral" else settings.count("max_window_layers", 28)
     kinds = settings.get("layer_types") or [FULL] * min(n_layer, first)
     if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):

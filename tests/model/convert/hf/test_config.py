@@ -218,6 +218,10 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"intermediate_size": 64}, r"dense_h_to_4h\.weight has shape \(48, 32\)"),
         ({"tie_word_embeddings": True}, r"embed_out\.weight differs from the embedding"),
     ],
+    "mistral-window": [
+        ({"layer_types": ["sliding_attention", "full_attention"]},
+         "layer_types is .* transformers ignores it for mistral"),
+    ],
     "opt": [
         ({"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16; hidden_size is 32"),
         ({"activation_function": "gelu"}, "activation_function is 'gelu'; OPT's own is relu"),
