@@ -2,12 +2,16 @@
 
 The optimizer's state is not imported. Recognition by role (`by_role/`) cannot replace this reader:
 it would have to ask the user for the activation and the position of the norms, and it does not
-check shapes against `model_args`.
+check shapes against `model_args`. A changed copy of nanoGPT is recognized by role if its
+`model_args` state another computation.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from logitd.model.convert.by_role.questions import setting
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import (
     ForeignModel,
@@ -23,10 +27,18 @@ from logitd.model.convert.state_file import collect_settings, named_tensors
 from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.shapes import gpt2_shape
 
+COMPUTED: Mapping[str, Any] = {
+    "activation": "gelu",
+    "norm_first": True,
+    "norm_eps": 1e-5,
+    "qk_norm": False,
+}
+"""nanoGPT's values of the fields whose effect the tensors do not show."""
+
 
 def read_nanogpt(path: Path) -> ForeignModel | None:
     """Read a checkpoint that nanoGPT's train.py saved; None if the file lacks nanoGPT's keys or
-    tensor names. Raises ConvertError."""
+    tensor names, or states another computation. Raises ConvertError."""
     if container_of(path) != "torch":
         return None
     checkpoint = read_pt(path)
@@ -35,6 +47,9 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
         return None
     known = {"n_layer", "n_head", "n_embd", "block_size"} <= arguments.keys()
     if not known or not any(str(n).endswith("transformer.h.0.ln_1.weight") for n in state):
+        return None
+    stated = ((setting(arguments, field)[0], own) for field, own in COMPUTED.items())
+    if any(value is not None and value != own for value, own in stated):
         return None
     settings = Settings(f"model_args of {path}", arguments)
     reader = StateDictReader(str(path), named_tensors(str(path), state))
@@ -63,6 +78,6 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
         tokens=step * math.prod(count_or_zero(training.get(name)) for name in per_step),
         val_loss=plausible_loss(checkpoint.get("best_val_loss")),
         contents=contents,
-        unknown=unknown_settings(collect_settings(contents)),
+        unknown=unknown_settings(collect_settings(contents), by_role=True),
         facts={"dataset": training["dataset"]} if isinstance(training.get("dataset"), str) else {},
     )

@@ -84,7 +84,9 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         state=key or None,
         settings=beside | collect_settings(contents),
         contents=contents,
-        unknown=unknown_settings(beside | collect_settings(contents, of_model_alone=True)),
+        unknown=unknown_settings(
+            beside | collect_settings(contents, of_model_alone=True), by_role=True
+        ),
         loss=stated_loss(whole),
     )
 

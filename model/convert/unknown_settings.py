@@ -14,6 +14,9 @@ from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.foreign import ConvertError
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
+COMPUTED = ("activation", "norm_first", "norm_eps", "rope_theta", "qk_norm", "qk_norm_eps")
+"""Fields whose effect the tensors do not show."""
+_COMPUTED = frozenset(name for field in COMPUTED for name in SETTINGS[field])
 
 _SHAPE = (
     r"d_[kqv]|d_qkv|(use_|qkv_|attn_|attention_|mlp_|ffn?_|head_|lm_head_|linear_)?bias|n_?params|"
@@ -55,18 +58,25 @@ _NEUTRAL: Mapping[str, object] = {
 logits as this project's GPT."""
 
 
-def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> dict[str, Any]:
     """The numbers and flags that are not understood and may change logits. Numbers equal to 0 are
-    omitted, because they usually turn a feature off."""
-    return {
-        name: value
-        for name, value in settings.items()
-        if isinstance(value, int | float)
-        and (value is False or value != 0)
-        and (lower := name.lower()) not in _KNOWN
-        and _NEUTRAL.get(lower) is not value
-        and _NAMES.fullmatch(lower) is None
-    }
+    omitted, because they usually turn a feature off. Recognition `by_role` understands the settings
+    of COMPUTED. Any other reader passes only the settings that it did not use, so those of COMPUTED
+    are unknown, even strings."""
+    known = _KNOWN if by_role else _KNOWN - _COMPUTED
+
+    def is_unknown(name: str, value: Any) -> bool:
+        if isinstance(value, str):
+            return name in _COMPUTED - known
+        return (
+            isinstance(value, int | float)
+            and (value is False or value != 0)
+            and name not in known
+            and _NEUTRAL.get(name) is not value
+            and _NAMES.fullmatch(name) is None
+        )
+
+    return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
 
 
 def still_unknown(

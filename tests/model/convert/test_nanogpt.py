@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from logitd.model.convert.by_role.read import RoleOptions
+from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from logitd.model.text.tokenizer import TokenizerError
@@ -75,6 +77,33 @@ def test_character_model_keeps_its_ids_and_logits(bias: bool, prefix: str, tmp_p
     assert logits.shape[-1] == len(STOI) == info.config.vocab_size
     assert_close(logits, logits_of(model, ids), atol=1e-4, rtol=1e-4)
     assert (info.training.step, info.training.val_loss) == (250, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("activation", "relu", "activation"),
+        ("pre_norm", False, "norm_position"),
+        ("layer_norm_eps", 1e-3, "norm_eps"),
+    ],
+)
+def test_stated_computation_of_a_changed_copy_is_kept(
+    name: str, value: Any, field: str, tmp_path: Path
+) -> None:
+    model = small(len(STOI), bias=True)
+    save(tmp_path / "ckpt.pt", model, model_args={**asdict(model.config), name: value})
+    with pytest.raises(OpenQuestions, match="--score-scale"):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer="none")
+    own = {"activation": "gelu", "norm_position": "pre", "score_scale": "head_dim"}
+    answers = {key: answer for key, answer in own.items() if key != field} | {"final_norm": True}
+    import_model(
+        tmp_path / "ckpt.pt",
+        tmp_path / "ours",
+        tokenizer="none",
+        roles=RoleOptions(answers=answers),
+    )
+    expected = "post" if value is False else value
+    assert getattr(loaded(tmp_path / "ours")[0].config, field) == expected
 
 
 def test_loss_on_a_text_is_measured_without_padded_rows(tmp_path: Path) -> None:

@@ -49,6 +49,15 @@ def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> Non
     assert unknown_settings({name: value}) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("activation", "relu"), ("rope_theta", 5e4), ("qk_norm", True), ("norm_eps", 1e-3)],
+)
+def test_unused_setting_of_a_computation_is_unknown_except_by_role(name: str, value: Any) -> None:
+    assert unknown_settings({name: value}) == {name: value}
+    assert unknown_settings({name: value}, by_role=True) == {}
+
+
 def test_vocabularies_and_sections_of_a_training_are_no_settings() -> None:
     contents = {"stoi": {"a": 0, "b": 1, "c": 2, "step": 3}, "optimizer": {"softcap": 1.0},
                 "model_args": {"softcap": 2.0}}  # fmt: skip
