@@ -70,11 +70,17 @@ class Caller:
     @torch.no_grad()
     def width(self, token_ids: Tensor) -> int:
         """The number of logits that the model returns for each position. Raises Problem."""
-        return self._returned(token_ids, 1, seeded=True).shape[-1]
+        return self._candidates(token_ids, 1, seeded=True)[0].shape[-1]
 
     def _returned(self, token_ids: Tensor, rows: int, *, seeded: bool) -> Tensor:
-        """Call the model, and return the first tensor in its output whose last axis has at least
-        `rows` elements. Raises Problem."""
+        """Call the model, and return the first tensor in its output whose last axis has `rows`
+        elements, because hidden states may precede the logits. If none has, return the first with
+        more. Raises Problem."""
+        found = self._candidates(token_ids, rows, seeded=seeded)
+        return min(found, key=lambda tensor: tensor.shape[-1] > rows)
+
+    def _candidates(self, token_ids: Tensor, rows: int, *, seeded: bool) -> list[Tensor]:
+        """Call the model. Returns the tensors in its output that may be logits. Raises Problem."""
         self.length = token_ids.shape[1]
         if seeded:
             torch.manual_seed(SEED)
@@ -87,9 +93,13 @@ class Caller:
                 f"its forward failed on ids of shape {list(token_ids.shape)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        for tensor in tensors_in(returned):
-            if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point():
-                return tensor
+        found = [
+            tensor
+            for tensor in tensors_in(returned)
+            if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point()
+        ]
+        if found:
+            return found
         raise Problem(
             f"its forward returns a {type(returned).__name__} that contains no logits: a float "
             f"tensor with 2 or 3 axes, the last with at least {rows} elements, one for each id"

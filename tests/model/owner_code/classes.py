@@ -123,6 +123,17 @@ class Recurrent(nn.Module):
         return self.head(self.gru(self.embed(ids))[0])
 
 
+class HiddenFirst(Recurrent):
+    """A model that also returns its hidden states, which are wider than the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, vocab_size + 3)
+
+    def forward(self, ids):
+        hidden = self.gru(self.embed(ids))[0]
+        return hidden, self.head(hidden)
+
+
 class Remembering(Recurrent):
     """The GRU with the methods by which a model keeps its own cache."""
 

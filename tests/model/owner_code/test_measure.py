@@ -27,6 +27,13 @@ def test_facts_of_a_causal_model() -> None:
     assert "place" not in stages  # its output has no axis of the batch
 
 
+def test_hidden_states_are_not_taken_for_logits() -> None:
+    """The hidden states come first and are wide enough; they were once served as logits."""
+    model, ids = made("HiddenFirst"), torch.arange(6).view(2, 3)
+    assert measure(Caller(model), FILE, context=8)["rows"] == VOCABULARY
+    assert torch.equal(Caller(model).logits(ids, VOCABULARY), model(ids)[1])
+
+
 def test_experts_that_see_some_tokens_are_no_stages() -> None:
     facts = measure(Caller(made("Mixture")), FILE)
     names = [stage["name"] for stage in facts["stages"]]
