@@ -406,7 +406,9 @@ def reload(server: Serving, **body: Any) -> httpx.Response:
     return server.post("/admin/reload", body, Authorization=f"Bearer {ADMIN}")
 
 
-def test_model_is_reloaded_while_another_streams(runs: dict[str, Path]) -> None:
+def test_model_is_reloaded_while_another_streams(
+    runs: dict[str, Path], logged_errors: list[str]
+) -> None:
     with serving(runs, admin_key=ADMIN, slots=2) as server:
         body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
         tokens = []
@@ -430,6 +432,8 @@ def test_model_is_reloaded_while_another_streams(runs: dict[str, Path]) -> None:
         assert reload(server, model="three").status_code == 404
         refused = reload(server, model="one", checkpoint="step-4")
         assert refused.status_code == 409, "that checkpoint belongs to the other run"
+        assert "no checkpoint 'step-4'" in "".join(logged_errors)
+        logged_errors.clear()
         for name, step in (("one", "2"), ("two", "4")):
             assert server.sample("logitd_checkpoint_info", model=name, step=step) == 1
 
