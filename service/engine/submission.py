@@ -82,6 +82,7 @@ class Submission:
     def stop(self, request_id: str, index: int) -> None:
         """End a sequence whose text has reached a stop string. Has no effect if it has already
         ended."""
+        self._usage.stop(request_id, index)
         self._driver.abort(request_id, index, FinishReason.STOP)
 
     def deliver(self, event: Event) -> None:

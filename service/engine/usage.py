@@ -29,7 +29,8 @@ class Usage:
     first      first engine request; None before one is submitted
     open       sequences that were submitted and have not ended
     reasons    finish reason of each generated sequence, in the order of the reply
-    failed     first sequence that ended for a reason that is not in ANSWERS
+    stopped    sequences whose text reached a stop string
+    failures   sequences that ended for a reason that is not in ANSWERS
     lost       True if the engine failed before all sequences had ended
     """
 
@@ -44,9 +45,16 @@ class Usage:
     first: Request | None = None
     open: int = 0
     reasons: dict[tuple[str, int], FinishReason | None] = field(default_factory=dict)
-    failed: FinishEvent | None = None
+    stopped: set[tuple[str, int]] = field(default_factory=set)
+    failures: list[FinishEvent] = field(default_factory=list)
     lost: bool = False
     _when_settled: Callable[[], None] | None = None
+
+    @property
+    def failed(self) -> FinishEvent | None:
+        """The first failed sequence whose text had not reached a stop string."""
+        unanswered = (e for e in self.failures if (e.request_id, e.index) not in self.stopped)
+        return next(unanswered, None)
 
     def begin(self, requests: Sequence[Request], sequences: int) -> None:
         """Count requests as submitted. `sequences` is the number of their sequences."""
@@ -57,13 +65,20 @@ class Usage:
                 for index in range(request.n):
                     self.reasons[request.request_id, index] = None
 
+    def stop(self, request_id: str, index: int) -> None:
+        """Record that the text of a sequence reached a stop string. Its reason is STOP, even if the
+        engine ends it for another reason, before or after this call."""
+        self.stopped.add((request_id, index))
+        self.reasons[request_id, index] = FinishReason.STOP
+
     def end(self, event: FinishEvent) -> None:
         """Count the end of a submitted sequence."""
         self.add(event)
-        if (event.request_id, event.index) in self.reasons:
-            self.reasons[event.request_id, event.index] = event.reason
+        sequence = event.request_id, event.index
+        if sequence in self.reasons and sequence not in self.stopped:
+            self.reasons[sequence] = event.reason
         if event.reason not in ANSWERS:
-            self.failed = self.failed or event
+            self.failures.append(event)
         self._close(1)
 
     def lose(self, sequences: int) -> None:

@@ -297,13 +297,12 @@ class Engine:
                 generates = sequence.generation is not None
                 reason = FinishReason.LENGTH if generates else FinishReason.STOP
                 events.append(self._finish(sequence, reason))
-        for sequence, result in output.sampled.items():
-            self._append(sequence, result, events)
-            for later in output.later.get(sequence, ()):
-                if sequence.state is State.FINISHED:
+        for sequence, first in output.sampled.items():
+            for step, result in enumerate((first, *output.later.get(sequence, ()))):
+                if sequence.state is State.FINISHED:  # its scores may have ended it
                     break
-                sequence.computed += 1
-                self._append(sequence, later, events)
+                sequence.computed += step > 0
+                self._append(sequence, result, events)
         for sequence, draft in plan.drafts.items():
             self._verify(sequence, draft, output.verified[sequence], events)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
+from logitd.service.engine.usage import Usage
 from tests.service.engine.harness import (
     SPELLING,
     GatedEngine,
@@ -22,7 +23,9 @@ async def test_abort_ends_a_sequence_or_a_request() -> None:
     engine = tiny(slots=4)
     async with running(engine) as (owner, _):
         engine.gate.clear()
-        submission = owner.submit([generation("a", 50, n=2), generation("b", 50)])
+        usage = Usage()
+        requests = [generation("a", 50, n=2), generation("b", 50)]
+        submission = owner.submit(requests, usage=usage)
         owner._driver.abort("a", 1)
         engine.gate.set()
         events = await submission.take()
@@ -37,6 +40,8 @@ async def test_abort_ends_a_sequence_or_a_request() -> None:
             ("b", 0): FinishReason.STOP,  # as if its reader had found a stop string
         }
         submission.abort()  # no effect: they have ended
+        submission.stop("a", 0)  # its reader finds a stop string in the last tokens
+        assert usage.reasons == {**ends, ("a", 0): FinishReason.STOP}
         assert owner.admission.sequences == 0
 
 

@@ -29,6 +29,22 @@ def test_reasons_are_in_the_order_of_the_reply() -> None:
     assert usage.failed is None
 
 
+def test_sequence_that_reached_a_stop_string_has_not_failed() -> None:
+    """The reply has its text and the reason "stop". Its deadline may pass before the engine ends
+    it, also before the stop string is found."""
+    usage = Usage()
+    usage.begin([generation("a", 3)], 3)
+    usage.stop("a", 0)
+    usage.end(finish("a", 0, FinishReason.TIMEOUT))
+    usage.end(finish("a", 1, FinishReason.TIMEOUT))
+    usage.stop("a", 1)
+    assert list(usage.reasons.values()) == [FinishReason.STOP, FinishReason.STOP, None]
+    assert [usage.failed] == [None]
+    usage.end(finish("a", 2, FinishReason.TIMEOUT))
+    assert usage.failed is not None
+    assert usage.failed.index == 2
+
+
 def test_usage_is_settled_after_the_last_sequence() -> None:
     usage, told = Usage(), list[str]()
     usage.begin([generation("a", 2)], 2)

@@ -4,9 +4,10 @@ in `test_numbers.py`, as scores."""
 import random
 
 import pytest
+import torch
 
 from logitd.model.inference.engine.cost import LISTED_ELEMENTS
-from logitd.model.inference.engine.events import PromptEvent, TokenEvent
+from logitd.model.inference.engine.events import FinishReason, PromptEvent, TokenEvent
 from tests.model.inference.engine.harness import Driven, generation, random_prompt, small_gpt
 
 GPT = small_gpt()
@@ -34,3 +35,19 @@ def test_prompt_logprobs_precede_tokens(prefill_chunk: int, step_elements: int |
             first_token_seen |= isinstance(event, TokenEvent)
             assert not (first_token_seen and isinstance(event, PromptEvent))
     assert len(driven.outcomes["p", 0].prompt) == len(PROMPT)
+
+
+@pytest.mark.parametrize("at", [3, 19])
+def test_prompt_logprobs_that_are_not_finite_end_their_sequences_once(at: int) -> None:
+    """The step that scores the end of the prompt has also sampled the first token."""
+    broken = small_gpt(tied_head=False)
+    prompt = [token % 7 for token in PROMPT[:20]]
+    broken.token_embedding.weight.data[7] = torch.nan
+    driven = Driven(broken)
+    driven.add(generation("p", [*prompt[:at], 7, *prompt[at + 1 :]], n=2, prompt_logprobs=1))
+    driven.add(generation("other", prompt, prompt_logprobs=1))
+    outcomes = driven.drain()
+    for index in range(2):
+        assert "not finite" in (outcomes["p", index].ended.error or "")
+        assert outcomes["p", index].ended.completion_tokens == 0
+    assert outcomes["other", 0].ended.reason is FinishReason.LENGTH
