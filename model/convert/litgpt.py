@@ -110,6 +110,10 @@ def _config(settings: Settings) -> GPTConfig:
     settings.reject_unless("norm_class_name", ("RMSNorm", "LayerNorm"), "unknown norm")
     settings.reject_unless("mlp_class_name", ("LLaMAMLP", "GptNeoxMLP"), "unknown MLP")
     settings.reject_unless("gelu_approximate", ("none", "tanh"), "unknown GELU")
+    if "Gemma" in str(settings.get("name", "")):
+        settings.reject_unless(
+            "name", (), "LitGPT adds 1 to the weights of norms if the name contains Gemma"
+        )
     layer_norm = settings.get("norm_class_name", "LayerNorm") == "LayerNorm"
     gated = settings.get("mlp_class_name", "GptNeoxMLP") == "LLaMAMLP"
     exact = settings.get("gelu_approximate", "none") == "none"

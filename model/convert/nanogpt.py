@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from logitd.model.convert.by_role.questions import setting
+from logitd.model.convert.by_role.questions import setting, states_rms
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import (
     ForeignModel,
@@ -49,7 +49,8 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     if not known or not any(str(n).endswith("transformer.h.0.ln_1.weight") for n in state):
         return None
     stated = ((setting(arguments, field)[0], own) for field, own in COMPUTED.items())
-    if any(value is not None and value != own for value, own in stated):
+    changed = any(value is not None and value != own for value, own in stated)
+    if changed or states_rms(arguments):
         return None
     settings = Settings(f"model_args of {path}", arguments)
     reader = StateDictReader(str(path), named_tensors(str(path), state))

@@ -188,6 +188,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
 exact GELU, as in torch. If an activation has several names, an export writes the first."""
 
 
+_RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")
+
+
+def names_rms(text: str) -> bool:
+    """True if a text names the RMS norm. The optimizer RMSprop and words such as "norms" do not."""
+    return _RMS.search(text.lower()) is not None
+
+
 def matches(pattern: re.Pattern[str], part: str) -> bool:
     """True if a part of a name matches a pattern, ignoring case."""
     return pattern.fullmatch(snake_case(part)) is not None

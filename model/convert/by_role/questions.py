@@ -125,6 +125,17 @@ def setting(settings: Settings, field: str) -> tuple[Any, str]:
     return next((each for each in found if each[0] is not None), (None, ""))
 
 
+def states_rms(settings: Settings) -> bool:
+    """True if the name of a setting that is on, or the text of a setting, names the RMS norm."""
+    return any(
+        words.names_rms(text)
+        for name, value in settings.items()
+        if value is not False
+        for text in (name, value)
+        if isinstance(text, str)
+    )
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
@@ -223,9 +234,7 @@ class _File:
             )
         if mapped.has("attention_norm", "bias"):
             return Finding(("layernorm",), "norms have biases")
-        said = [value for value in self.settings.values() if isinstance(value, str)]
-        texts = (mapped.name("attention_norm"), *self.settings, *said)
-        if any("rms" in str(text).lower() for text in texts):
+        if words.names_rms(mapped.name("attention_norm")) or states_rms(self.settings):
             return Finding(("rmsnorm",), "its names contain rms")
         return Finding(
             ("layernorm", "rmsnorm"), "norms have no biases, so either is possible", True

@@ -106,6 +106,20 @@ def test_stated_computation_of_a_changed_copy_is_kept(
     assert getattr(loaded(tmp_path / "ours")[0].config, field) == expected
 
 
+def test_stated_rms_norm_of_a_changed_copy_is_kept(tmp_path: Path) -> None:
+    model = small(len(STOI))
+    arguments = {**asdict(model.config), "norm": "rmsnorm"}
+    save(tmp_path / "ckpt.pt", model, model_args=arguments, config={"optimizer": "RMSprop"})
+    answers = {"activation": "gelu", "norm_position": "pre", "score_scale": "head_dim"}
+    import_model(
+        tmp_path / "ckpt.pt",
+        tmp_path / "ours",
+        tokenizer="none",
+        roles=RoleOptions(answers=answers | {"final_norm": True}),
+    )
+    assert loaded(tmp_path / "ours")[0].config.norm == "rmsnorm"
+
+
 def test_loss_on_a_text_is_measured_without_padded_rows(tmp_path: Path) -> None:
     save(tmp_path / "ckpt.pt", small(len(STOI)))
     save_meta(tmp_path / "meta.pkl")

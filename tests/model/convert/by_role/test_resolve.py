@@ -369,6 +369,13 @@ def test_answer_that_the_tensors_contradict_is_refused(name: str, answers: dict[
 # Settings and shapes in files
 
 
+@pytest.mark.parametrize(
+    "settings", [{"optimizer": "RMSprop"}, {"dataset": "platforms"}, {"norms": 2, "use_rms": False}]
+)
+def test_words_that_contain_rms_do_not_choose_the_norm(settings: dict[str, Any]) -> None:
+    assert finding("llama2.c", "norm", settings).ambiguous
+
+
 def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Finding:
     return findings(mapped(SCHEMES[name].model()), settings)[field]
 
@@ -386,6 +393,7 @@ def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Fi
         ("book", {"context_length": 99}, "context_length", 16),
         ("llama2.c", {"rope_theta": 5e5}, "rope_theta", 5e5),
         ("llama2.c", {"rms_norm_eps": 1e-6}, "norm", "rmsnorm"),
+        ("llama2.c", {"norm_class": "LlamaRMSNorm"}, "norm", "rmsnorm"),
         ("llama2.c", {"rms_norm_eps": 1e-6}, "norm_eps", 1e-6),
         ("nanoGPT", {"activation": "gelu_new"}, "activation", "gelu_tanh"),
         ("nanoGPT", {"hidden_act": "ReLU"}, "activation", "relu"),
