@@ -94,8 +94,9 @@ def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
         case PositionRange():
             within = tuple(range(length)[positions.start : positions.to])
             if not within:
+                end = "the end" if positions.to is None else positions.to
                 raise InvalidRequest(
-                    f"there are no positions from {positions.start} to {positions.to} in a prompt "
+                    f"there are no positions from {positions.start or 0} to {end} in a prompt "
                     f"of {pluralize(length, 'token')}; `to` itself is not included",
                     "positions",
                 )

@@ -62,7 +62,9 @@ POSITIONS: list[Row] = [
         for positions, said in (
             ([2, 1], "ascending and distinct"), ([1, 1], "ascending and distinct"),
             ([1, -58], "ascending and distinct"), ([59], "59 tokens"), ([-60], "-60"),
-            ({"from": 59}, "no positions from 59"), ({"from": 5, "to": 5}, "no positions from 5"),
+            ({"from": 59}, "no positions from 59 to the end"),
+            ({"to": 0}, "no positions from 0 to 0"),
+            ({"from": 5, "to": 5}, "no positions from 5 to 5"),
             *((wrong, "positions must be 'last', 'all', a list of integers")
               for wrong in ([], {}, {"start": 5}, {"from": 5, "step": 2}, "first", 0, [0.5], None)),
         )
