@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.questions import setting, states_rms
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import (
@@ -48,8 +49,8 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     known = {"n_layer", "n_head", "n_embd", "block_size"} <= arguments.keys()
     if not known or not any(str(n).endswith("transformer.h.0.ln_1.weight") for n in state):
         return None
-    stated = ((setting(arguments, field)[0], own) for field, own in COMPUTED.items())
-    changed = any(value is not None and value != own for value, own in stated)
+    stated = {field: setting(arguments, field) for field in COMPUTED}
+    changed = any(stated[field][0] not in (None, own) for field, own in COMPUTED.items())
     if changed or states_rms(arguments):
         return None
     settings = Settings(f"model_args of {path}", arguments)
@@ -66,6 +67,9 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
             dropout=settings.number("dropout", 0.0),
         )
     config, weights = tie_if_equal(config, read_weights(reader, config, NANOGPT))
+    unread = settings.unread()
+    for _, name in stated.values():
+        unread.pop(name, None)
     training, step = checkpoint.get("config"), count_or_zero(checkpoint.get("iter_num"))
     training = training if isinstance(training, dict) else {}
     per_step = ("gradient_accumulation_steps", "batch_size", "block_size")
@@ -79,6 +83,19 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
         tokens=step * math.prod(count_or_zero(training.get(name)) for name in per_step),
         val_loss=plausible_loss(checkpoint.get("best_val_loss")),
         contents=contents,
-        unknown=unknown_settings(collect_settings(contents), by_role=True),
+        unknown=unknown_settings(collect_settings(contents), by_role=True)
+        | unknown_settings(unread)
+        | _other_computation(unread, config.context_length),
         facts={"dataset": training["dataset"]} if isinstance(training.get("dataset"), str) else {},
     )
+
+
+def _other_computation(unread: Mapping[str, Any], context_length: int) -> dict[str, Any]:
+    """The settings of a changed copy that may name another computation: nanoGPT's model_args have
+    no text, and one length."""
+    return {
+        name: value
+        for name, value in unread.items()
+        if isinstance(value, str)
+        or (name.lower() in SETTINGS["context_length"] and value != context_length)
+    }

@@ -106,6 +106,19 @@ def test_stated_computation_of_a_changed_copy_is_kept(
     assert getattr(loaded(tmp_path / "ours")[0].config, field) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("attn_type", "linear"), ("positions", "alibi"), ("window_size", 8)]
+)
+def test_setting_that_may_name_another_computation_is_asked_about(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    """Guards against a changed copy of nanoGPT that was computed like nanoGPT."""
+    model = small(len(STOI))
+    save(tmp_path / "ckpt.pt", model, model_args={**asdict(model.config), name: value})
+    with pytest.raises(OpenQuestions, match=f"not understood, .*: {name} {value!r}"):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer="none")
+
+
 def test_stated_rms_norm_of_a_changed_copy_is_kept(tmp_path: Path) -> None:
     model = small(len(STOI))
     arguments = {**asdict(model.config), "norm": "rmsnorm"}
