@@ -42,7 +42,7 @@ class InductionRequest(PromptBody):
 class PromptInduction(PromptReply):
     scores: list[list[float]] = Field(
         description="Score of each head, by layer, from 0 to 1: the mean attention weight from "
-        "each token of the second copy to the token after its first occurrence."
+        "each token of the second copy to the token after the same place in the first."
     )
 
 
@@ -122,8 +122,8 @@ INDUCTION = Operation(
     summary="Induction scores of all heads",
     description="""\
 The prompt is given to the model twice in a row. The score of a head is the mean attention weight
-from each token of the second copy to the token after its first occurrence. An induction head, which
-copies what followed earlier, has a score near 1; a head that attends to all earlier tokens alike
-has about ln(2) / T for T tokens. Random token ids measure copying alone; in ordinary text, a head
-may also attend to the token after the first occurrence for other reasons.""",
+from each token of the second copy to the token after the same place in the first. An induction
+head, which copies what followed earlier, has a score near 1; a head that attends to all earlier
+tokens alike has about ln(2) / T for T tokens. Random token ids measure copying alone; in ordinary
+text, a head may also attend to that token for other reasons.""",
 )

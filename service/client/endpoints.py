@@ -311,11 +311,10 @@ def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
 
 def induction(prompt: Prompt, **fields: Unpack[InductionFields]) -> Call[Induction]:
     """The prompt is given to the model twice in a row. The score of a head is the mean attention
-    weight from each token of the second copy to the token after its first occurrence. An induction
-    head, which copies what followed earlier, has a score near 1; a head that attends to all earlier
-    tokens alike has about ln(2) / T for T tokens. Random token ids measure copying alone; in
-    ordinary text, a head may also attend to the token after the first occurrence for other
-    reasons."""
+    weight from each token of the second copy to the token after the same place in the first. An
+    induction head, which copies what followed earlier, has a score near 1; a head that attends to
+    all earlier tokens alike has about ln(2) / T for T tokens. Random token ids measure copying
+    alone; in ordinary text, a head may also attend to that token for other reasons."""
     return record("/induction", Induction, {"prompt": prompt, **fields})
 
 

@@ -284,7 +284,7 @@ class LensReadings(Reply):
 @dataclass(frozen=True, slots=True)
 class PromptInduction(PromptResult):
     # Score of each head, by layer, from 0 to 1: the mean attention weight from each token of the
-    # second copy to the token after its first occurrence.
+    # second copy to the token after the same place in the first.
     scores: tuple[tuple[float, ...], ...]
 
 

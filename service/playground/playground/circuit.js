@@ -76,7 +76,7 @@ export class Circuit {
     const found = `${count(nodes)} explain ${share(circuit.share)} of it, with attention weights, norms and gates frozen.`;
     const alone = verification.circuit_alone_share;
     const tested = `With nothing frozen, the difference is ${signed(verification.circuit_alone)} with these parts alone and ${signed(verification.without_circuit)} without them: ${share(alone)} and ${share(verification.without_circuit_share)} of the way from ${signed(verification.without_all)}, the difference without any part, to ${signed(circuit.difference)}.`;
-    const doubt = alone !== null && Math.abs(alone - 1) > 0.5 ? [element("p", { class: "problem" }, "These parts alone do not produce the difference, so the graph does not explain it. Allow more parts or a larger share.")] : [];
+    const doubt = alone !== null && Math.abs(alone - 1) > 0.5 ? [element("p", { class: "problem" }, "These parts alone do not produce the difference, so the graph does not explain it. Allow more parts or a larger share, or choose two tokens whose logits differ more.")] : [];
     const ignored = this.#app.interventions.list.length ? [hint("The changes made in Inside and Features do not apply to this tab.")] : [];
     return [
       hint(`${whole} ${found} ${tested}`),

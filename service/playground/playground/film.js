@@ -242,7 +242,7 @@ export class Film {
     return [
       heading(`Head ${nameOf(this.#head)}: ${this.#random.length} random tokens, twice`),
       canvas,
-      hint(`Induction score ${score.toFixed(2)}: the mean attention weight on the token that followed the first occurrence. An induction head shows a stripe below the diagonal.`),
+      hint(`Induction score ${score.toFixed(2)}: the mean attention weight on the token that followed the same place in the first copy. An induction head shows a stripe below the diagonal.`),
     ];
   }
 
