@@ -206,10 +206,10 @@ class ExtractionFolder:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Describe each entry of `now` whose value in `before` is different. The descriptions have both
-    values."""
-    for name, value in now.items():
-        old = before.get(name)
+    """Describe each entry of `now` whose value in `before` is different, and each that a mapping in
+    `now` lacks. The descriptions have both values."""
+    for name in {**before, **now} if path else now:
+        old, value = before.get(name), now.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
             yield from differences(old, value, f"{path}{name}.")
         elif old != value:

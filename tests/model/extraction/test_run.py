@@ -204,10 +204,14 @@ def test_sample_is_rows_of_the_whole_in_the_stored_dtype(
     assert tokens("seed", **{**sampled, "sample_seed": 8}).keys() != some.keys()
     index = json.loads((tmp_path / "some" / "index.json").read_text())
     assert (index["settings"]["sample"], index["settings"]["sample_seed"]) == (0.25, 7)
-    with pytest.raises(ExtractionError, match=r"settings\.sample was 0.25 and is 0.5"):
-        extracting(
-            tmp_path / "some", stages=(stage,), shard_tokens=99, **{**sampled, "sample": 0.5}
-        )
+    for changes, sentence in (
+        ({"sample": 0.5}, r"settings\.sample was 0.25 and is 0.5"),
+        ({"sample": 1.0}, r"settings\.sample was 0.25 and is null; .*sample_seed was 7 and is"),
+        ({"stored_dtype": "float32"}, r"settings\.stored_dtype was .* and is null"),
+    ):
+        if sampled | changes != sampled:
+            with pytest.raises(ExtractionError, match=sentence):
+                tokens("some", shard_tokens=99, **{**sampled, **changes})
 
 
 def test_values_that_a_dtype_cannot_hold_are_refused(extracting: Extract, tmp_path: Path) -> None:
