@@ -194,8 +194,11 @@ class RunRecorder:
         return validate(self._gpt, self._windows, self._forward, run.ranks, sharded=run.sharded)
 
     def evaluations_since_best(self) -> int:
+        """Number of regular evaluations since the best one. The evaluation of an interrupted run
+        does not count, because a run that is resumed ends like one that was never stopped."""
         losses = [record["val_loss"] for record in self.evaluations]
-        return len(losses) - 1 - losses.index(min(losses))
+        later = self.evaluations[losses.index(min(losses)) + 1 :]
+        return sum(record["step"] % self._run.training.recipe.eval_every == 0 for record in later)
 
     def seconds_per_step(self) -> float:
         """Average time in seconds that tasks take per training step, assuming that each task takes

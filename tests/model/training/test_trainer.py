@@ -460,6 +460,20 @@ def test_patience_ends_a_run_that_no_longer_improves(
     assert result.step == 10
 
 
+def test_interruption_does_not_count_for_patience(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a resumed run that ended because its interruption was evaluated."""
+    losses = iter([3.0, 2.9, 2.8, 2.7, 2.0, 2.1, 2.2, 2.3])  # at steps 0 to 6 and 8
+    monkeypatch.setattr(
+        recorder, "validate", lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1)
+    )
+    given = configure(steps=100, eval_every=2, checkpoint_every=100, patience=2)
+    assert _train_until(5, given).reason == "interrupted"
+    result = train(TrainingConfig(out=tmp_path / "run", resume=True))
+    assert (result.reason, result.step) == ("no improvement", 8)
+
+
 def test_every_checkpoint_has_the_chat_template(configure: Configure, tmp_path: Path) -> None:
     """The template is the one at the start of the run or of the latest resume."""
     file = tmp_path / "chat.jinja"
