@@ -57,7 +57,7 @@ RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
-        *("checkpoint_every", "keep", "keep_every", "save_dtype", "data_licence", "chat_template"),
+        *("checkpoint_every", "keep", "keep_every", "save_dtype", "chat_template"),
         "tensorboard",
         "from_checkpoint",  # may have moved; the hash of its weights identifies it
     )
