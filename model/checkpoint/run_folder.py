@@ -56,13 +56,17 @@ def is_run(path: Path) -> bool:
         return False
 
 
+def run_of(path: Path) -> Path | None:
+    """The run that contains a checkpoint; None if it is not in a run. Links are followed."""
+    folder = path.resolve().parent
+    run = folder.parent if folder.name == HISTORY else folder
+    return run if is_run(run) else None
+
+
 def name_of(path: Path) -> str:
     """The name of a checkpoint in replies and log lines: its run's name, or its folder's if it is
     not in a run. Links are followed. Characters that are not UTF-8 or not printable become U+FFFD.
     """
-    folder = path.resolve()
-    parent = folder.parent.parent if folder.parent.name == HISTORY else folder.parent
-    if is_run(parent):
-        folder = parent
+    folder = run_of(path) or path.resolve()
     name = os.fsencode(folder.name).decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "\ufffd" for c in name)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.checkpoint.run_folder import run_of
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import DATA, Shard, open_shard
 from logitd.model.data.sources.document import Document
@@ -61,10 +61,9 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
     """The name and the tokens of the text held out by the checkpoint's training. At most `at_most`
     bytes of Python's own text are read."""
     require_vocabulary(checkpoint.tokenizer, checkpoint.name)
-    folder = checkpoint.path.resolve().parent  # `best` is a link into the run
-    if is_run(folder):
+    if (run := run_of(checkpoint.path)) is not None:
         identity = tokenizer_sha256(checkpoint.tokenizer)
-        return "the run's validation text", open_shard(folder / DATA / "val.tokens", identity)
+        return "the run's validation text", open_shard(run / DATA / "val.tokens", identity)
     data = checkpoint.training.data
     if data.get("built_in") is not True:
         raise DataError(

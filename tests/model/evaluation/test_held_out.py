@@ -117,11 +117,11 @@ def test_text_with_just_enough_tokens_is_accepted(
 def test_run_has_its_own_held_out_text(configure: Configure, tmp_path: Path) -> None:
     data = tmp_path / "story.txt"
     data.write_text(story(800), encoding="utf-8")
-    config = configure(data=(str(data),), val_fraction=0.3, steps=6)
+    config = configure(data=(str(data),), val_fraction=0.3, steps=6, keep_every=3)
     train(config)
     assert config.out is not None
-    for link in ("latest", "best"):
-        info = read_checkpoint(config.out / link)
+    for place in ("latest", "best", "history/step-000003"):
+        info = read_checkpoint(config.out / place)
         name, windows = held_out_windows(info)
         assert name == "the run's validation text"
         val = read_prepared(config.out / "data").val.tokens
