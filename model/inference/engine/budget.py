@@ -104,13 +104,13 @@ class PrefillBudget:
         if self._decoded:
             self.prefilled(lengths, max(0.0, seconds - self._decode_seconds(rows)))
 
-    def positions(self, rows: int, waiting: Iterable[Waiting]) -> int:
+    def positions(self, rows: int, waiting: Iterable[Waiting], *, measures: bool = True) -> int:
         """Number of prompt positions that the next step may compute while `rows` sequences decode:
         a whole number of blocks. `waiting` has the prompts in the order in which they are computed.
-        Returns 0 if the step should measure the cost of decoding."""
+        Returns 0 if the step should measure the cost of decoding, and `measures` is true."""
         if self._target is None:
             return self._chunk
-        if self._shared_passes >= PROBE:
+        if measures and self._shared_passes >= PROBE:
             return 0
         blocks = int(self.work(rows, waiting) - PASS_WORK)
         return max(BLOCK, min(self._chunk, blocks * BLOCK))

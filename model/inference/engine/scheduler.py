@@ -192,7 +192,8 @@ class Scheduler:
         positions = self.config.prefill_chunk
         if decode and prompts:
             waiting = (_waiting(sequence, now) for sequence in prompts)
-            positions = self._budget.positions(len(decode), waiting)
+            measures = not self._is_heavy((), decode)  # a heavy step is not recorded
+            positions = self._budget.positions(len(decode), waiting, measures=measures)
         prefill = self._prefill_chunks(prompts, positions, tapped_prompts, light=light)
         attributes = attributes and not cooldown and not self._is_heavy(prefill, decode)
         return StepPlan(

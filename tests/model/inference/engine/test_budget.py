@@ -4,6 +4,7 @@ costs, and the clock advances by that time."""
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.scheduler import Scheduler, StepPlan
 from logitd.model.inference.engine.sequence import Group, Sequence, State
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.options import (
     DecodeSteps,
     TargetGap,
@@ -68,8 +70,10 @@ class Machine:
         )
         self.scheduler = Scheduler(config)
 
-    def add(self, name: str, prompt: int, tokens: int = 10_000) -> Sequence:
-        request = generation(name, [len(name)] * prompt, max_tokens=tokens, prefix_reuse=False)
+    def add(self, name: str, prompt: int, tokens: int = 10_000, **fields: Any) -> Sequence:
+        request = generation(
+            name, [len(name)] * prompt, max_tokens=tokens, prefix_reuse=False, **fields
+        )
         sequence = Sequence(Group(request), 0, self.now)
         self.scheduler.enqueue(sequence)
         return sequence
@@ -296,6 +300,20 @@ def test_late_first_tokens_lengthen_steps() -> None:
     assert stretch(Waiting(2 * BLOCK, 60.0)) == pytest.approx(STRETCH)
     assert stretch(*[Waiting(2 * BLOCK, 60.0)] * 4) == pytest.approx(2 * STRETCH)
     assert stretch(Waiting(2 * BLOCK, None)) == pytest.approx(1.0), "no reader waits for its token"
+
+
+def test_prompt_does_not_wait_for_a_measurement_by_interventions() -> None:
+    """Steps with interventions are not recorded, so a prompt once waited for the end of a sequence
+    with interventions if the cost of decoding was to be measured."""
+    machine = Machine(DecodeSteps(3), saved=0.06)
+    machine.add(
+        "changed", BLOCK, interventions=(Intervention(stage="blocks.0.mlp.out", operation="zero"),)
+    )
+    machine.step()
+    for _ in range(PROBE):
+        machine.scheduler._budget.together(1, [BLOCK], 0.05)
+    machine.add("prompt", PROMPT)
+    assert sum(positions(machine.step()) for _ in range(8)) > 0
 
 
 def test_cost_of_decoding_is_measured_between_shared_passes() -> None:
