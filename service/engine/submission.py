@@ -50,8 +50,8 @@ class Submission:
 
     @property
     def finished(self) -> bool:
-        """True if every sequence has ended and every event was taken."""
-        return self._open == 0 and not self._events
+        """True if every sequence has ended, and `take` has nothing to return or raise."""
+        return self._open == 0 and not self._events and self._failure is None
 
     async def take(self, timeout: float | None = None) -> list[Event]:
         """Wait for events, and return all that arrived since the last call. Returns an empty list

@@ -79,6 +79,22 @@ async def test_first_token_of_each_sequence_is_urgent() -> None:
     assert len(submission.take_now()) == 7
 
 
+async def test_error_of_a_reader_is_raised_after_the_last_sequence_has_ended() -> None:
+    """Guards against a reply without a choice: the last event of another sequence hid the error."""
+    async with running(tiny()) as (owner, _):
+        bad, good = owner.submit([generation("a", 2)]), owner.submit([generation("b", 20)])
+
+        def fail() -> bool:
+            raise ZeroDivisionError
+
+        bad.reader = fail
+        await rest(good)
+        assert await bad.take()
+        assert not bad.finished
+        with pytest.raises(ZeroDivisionError):
+            await bad.take()
+
+
 async def test_failing_reader_ends_only_its_own_submission() -> None:
     """The failing reader is called while events are delivered to all submissions."""
     async with running(tiny()) as (owner, _):
