@@ -4,6 +4,7 @@ The caller handles all other ways in which a sequence can end.
 """
 
 import codecs
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 from logitd.model.text.tokenizer import Tokenizer
@@ -60,6 +61,8 @@ class StopFinder:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
+        self._sorted = sorted(stop)
+        self._longest = max(map(len, stop), default=0)
         self._held = ""
 
     def push(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
@@ -81,8 +84,7 @@ class StopFinder:
         if matches:
             start, _, rank = min(matches)
             return text[:start], self._stop[rank]
-        keep = max(_overlap(text, stop) for stop in self._stop)
-        if keep:
+        if keep := self._overlap(text):
             text, self._held = text[:-keep], text[-keep:]
         return text, None
 
@@ -91,9 +93,12 @@ class StopFinder:
         held, self._held = self._held, ""
         return held
 
-
-def _overlap(text: str, stop: str) -> int:
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+    def _overlap(self, text: str) -> int:
+        """Length of the longest end of the text with which a longer stop string begins. Every end
+        that is tried and is too long is shown, so the time is linear in the characters."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[-length:]
+            at = bisect_right(self._sorted, end)  # strings that begin with `end` follow it
+            if at < len(self._sorted) and self._sorted[at].startswith(end):
+                return length
+        return 0

@@ -1,6 +1,9 @@
 """Stop strings are found no matter how the text is split, and no part of them is shown."""
 
 import itertools
+import sys
+from types import FrameType
+from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -76,6 +79,25 @@ def test_first_complete_stop_string_ends_the_text(text: str, stops: list[str]) -
     longest = max(candidates, key=len)
     assert stopped_by == longest
     assert "".join(shown) == complete.removesuffix(longest)
+
+
+def test_held_text_is_compared_once_with_all_stop_strings() -> None:
+    """Guards against stop strings that kept the event loop busy: each token compared every end of
+    the held text with every string."""
+    finder = StopFinder([" " * 1023 + "b", *("c" * 1023 + chr(100 + i) for i in range(63))])
+    called = 0
+
+    def count(frame: FrameType, event: str, function: Any) -> None:
+        nonlocal called
+        called += event == "c_call"
+
+    sys.setprofile(count)
+    try:
+        for _ in range(100):
+            finder.push(" " * 32)
+    finally:
+        sys.setprofile(None)
+    assert called < 100 * 200
 
 
 def test_first_stop_string_within_a_piece_counts() -> None:
