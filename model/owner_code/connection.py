@@ -143,8 +143,9 @@ class CodeProcess:
     def empty_stderr(self) -> None:
         """Empty the file with the process's stderr if it is large."""
         stderr = self.folder / STDERR
-        if stderr.stat().st_size > STDERR_BYTES:
-            os.truncate(stderr, 0)
+        with suppress(FileNotFoundError):  # a cleanup of temporary files may have removed it
+            if stderr.stat().st_size > STDERR_BYTES:
+                os.truncate(stderr, 0)
 
     def close(self) -> None:
         """Kill the process and remove its folder."""
@@ -160,7 +161,9 @@ class CodeProcess:
             self.popen.wait(1)
         self.popen.kill()
         status = self.popen.wait()
-        stderr = (self.folder / STDERR).read_text(encoding="utf-8", errors="replace").strip()
+        stderr = ""
+        with suppress(FileNotFoundError):
+            stderr = (self.folder / STDERR).read_text(encoding="utf-8", errors="replace").strip()
         self.close()
         lines = " / ".join(stderr.splitlines()[-STDERR_LINES:])[:600]
         return CodeError(
