@@ -32,9 +32,9 @@ CALLER = "logitd.caller"
 
 ADMIN = "/admin"
 """Paths below this one need the administrator's key instead of an API key."""
-COMPUTED = ("/features/", "/weights/")
+COMPUTED = ("/features/", "/weights")
 """Prefixes of the paths whose GET requests need computation: the logits of a feature, the matrices
-of a head."""
+of a head, and their names at a step of the history, which is loaded."""
 MIN_KEY_LENGTH = 8
 SAFE_KEY_LENGTH = 16
 """Keys with fewer characters than this are accepted with a warning."""
@@ -136,7 +136,7 @@ class ApiKeyCheck:
 
 def counts(method: str, path: str) -> bool:
     """True if a request needs computation, and therefore counts toward the limits of its key."""
-    return method == "POST" or (method == "GET" and path.startswith(COMPUTED))
+    return method == "POST" or (method in ("GET", "HEAD") and path.startswith(COMPUTED))
 
 
 def is_public(path: str, public: Collection[str]) -> bool:

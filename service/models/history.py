@@ -84,8 +84,9 @@ class History(Generic[Model]):
 
     async def stop(self, drain_timeout: float) -> None:
         """Stop loading, and stop the engines as `AsyncEngine.stop` does."""
+        self._closed = True
         async with self._lock:
-            self._closed = True
+            pass  # the step that is being loaded
         await asyncio.gather(*(m.engine.stop(drain_timeout) for m in self._loaded.values()))
 
     def _check_share(self, step: int, caller: str) -> None:

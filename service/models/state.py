@@ -40,6 +40,7 @@ class ServiceState:
         self.long_texts = asyncio.Lock()  # held while a long text is encoded or decoded
         self.short_texts = asyncio.Lock()  # held while a short one is
         self.feature_lists = asyncio.Lock()  # held while a list of features is written
+        self.log_reads = asyncio.Lock()  # held while the log of a training run is parsed
         self.weight_reads = asyncio.Lock()  # held while weights are read from a file
         self.waits_for: str | None = None  # a checkpoint that a training run has not saved yet
         self._steps: StepThread | None = None

@@ -337,7 +337,7 @@ class ServeSettings(ComputeSettings):
         ge=0,
         le=1_000_000,
         description="maximum number of requests per minute of each API key, counting every POST, "
-        "GET /features/{index} and GET /weights/{name}; 0 is no limit",
+        "GET /features/{index}, GET /weights and GET /weights/{name}; 0 is no limit",
     )
     key_at_once: int = Field(
         0,

@@ -3,6 +3,7 @@
 Endpoints that only read memory run on the event loop, so they answer even if no thread is free.
 """
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -138,23 +139,28 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
     responses=errors(401, 404, 503),
     summary="Read the model card, the training curve and the progress of the training",
 )
-def card(context: Chosen) -> CardReply:
+async def card(context: Chosen, state: State) -> CardReply:
     """The card, the loss curve and the training progress, from the files next to the checkpoint.
     The files are read again for each request because training may still be running. If there is no
-    training log, the curve comes from the card; if there is no card either, the curve is empty."""
+    training log, the curve comes from the card; if there is no card either, the curve is empty. One
+    request at a time reads the files."""
     checkpoint = context.checkpoint
-    text = read_card(checkpoint.path)
-    curve = read_curve(checkpoint.path, text)
-    return CardReply.model_validate(
-        {
-            "model": context.model.name,
-            "checkpoint": checkpoint_name(checkpoint),
-            "card": text,
-            "curve": curve,
-            "progress": read_progress(checkpoint.path),
-        },
-        from_attributes=True,
-    )
+
+    def read() -> CardReply:
+        text = read_card(checkpoint.path)
+        return CardReply.model_validate(
+            {
+                "model": context.model.name,
+                "checkpoint": checkpoint_name(checkpoint),
+                "card": text,
+                "curve": read_curve(checkpoint.path, text),
+                "progress": read_progress(checkpoint.path),
+            },
+            from_attributes=True,
+        )
+
+    async with state.log_reads:
+        return await asyncio.to_thread(read)
 
 
 @router.get(
@@ -162,9 +168,9 @@ def card(context: Chosen) -> CardReply:
     responses=errors(401, 404, 503),
     summary="List the steps of the run that requests may choose",
 )
-def history(context: Chosen) -> HistoryReply:
+async def history(context: Chosen, state: State) -> HistoryReply:
     """The steps that the run kept, and its loss curve, read again for each request because the run
-    may still be in progress. Needs a server with --history."""
+    may still be in progress. One request at a time reads the log. Needs a server with --history."""
     kept, name = context.model.history, context.model.name
     if kept is None:
         raise not_found(
@@ -172,9 +178,11 @@ def history(context: Chosen) -> HistoryReply:
             None,
             "no_history",
         )
-    curve = read_curve(context.checkpoint.path, None)
+    path = context.checkpoint.path
+    async with state.log_reads:
+        curve, numbers = await asyncio.to_thread(lambda: (read_curve(path, None), kept.steps()))
     losses = {point.step: point.loss for point in curve.validation}
-    steps = [{"step": step, "val_loss": losses.get(step)} for step in kept.steps()]
+    steps = [{"step": step, "val_loss": losses.get(step)} for step in numbers]
     return HistoryReply.model_validate(
         {"model": name, "steps": steps, "curve": curve}, from_attributes=True
     )

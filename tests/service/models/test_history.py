@@ -3,6 +3,7 @@ only that step."""
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,21 @@ def test_unknown_step_is_refused_with_the_nearest(server: Serving) -> None:
     assert error.param == "step"
     assert "step 3 is not one of the 4 steps" in error.message
     assert "the nearest are 0, 1, 4, 16." in error.message
+
+
+@pytest.mark.parametrize("path", ["/history", "/card"])
+def test_training_log_is_read_by_one_request_at_a_time(server: Serving, path: str) -> None:
+    """Guards against forty threads that parse it and keep the event loop from running."""
+    lock = server.state.log_reads
+    asyncio.run_coroutine_threadsafe(lock.acquire(), server.loop).result(TEST_TIMEOUT)
+    with ThreadPoolExecutor(1) as clients:
+        try:
+            waiting = clients.submit(server.client.get, path)
+            with pytest.raises(AssertionError, match="not within"):
+                eventually(waiting.done, timeout=0.3)
+        finally:
+            server.loop.call_soon_threadsafe(lock.release)
+        assert waiting.result().status_code == 200
 
 
 def test_step_without_a_history_is_refused(run: Path) -> None:
