@@ -44,7 +44,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_scores_scalar", "latent_attention"), ()),
     **dict.fromkeys(("attention_logit_softcapping", "final_logit_softcapping"), ()),
     "norm_qk_type": ("default",),
-    "rope_condense_ratio": (1,),
+    **dict.fromkeys(("rope_condense_ratio", "routed_scaling_factor"), (1,)),
     "n_expert": (0,),
 }
 """Keys that may change the computation, with the values that do not change it. Null does not change
@@ -110,8 +110,9 @@ def _config(settings: Settings) -> GPTConfig:
     settings.reject_unless("norm_class_name", ("RMSNorm", "LayerNorm"), "unknown norm")
     settings.reject_unless("mlp_class_name", ("LLaMAMLP", "GptNeoxMLP"), "unknown MLP")
     settings.reject_unless("gelu_approximate", ("none", "tanh"), "unknown GELU")
-    if "Gemma" in str(settings.get("name", "")):
-        settings.reject_unless(
+    named = settings if settings.get("name") else settings.part("hf_config")  # as LitGPT does
+    if "Gemma" in str(named.get("name", "")):
+        named.reject_unless(
             "name", (), "LitGPT adds 1 to the weights of norms if the name contains Gemma"
         )
     layer_norm = settings.get("norm_class_name", "LayerNorm") == "LayerNorm"

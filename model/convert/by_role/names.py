@@ -188,6 +188,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 exact GELU, as in torch. If an activation has several names, an export writes the first."""
 
 
+GATED = ("silu", "swish", "swiglu")
+"""Activations of a feed-forward with a gate, which are all the same."""
+
 _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")
 
 

@@ -303,20 +303,22 @@ class _File:
         return Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), CONVENTION)
 
     def activation(self) -> Finding:
-        if self.tensors.map.has_gate:
+        has_gate = self.tensors.map.has_gate
+        known = words.GATED if has_gate else words.ACTIVATIONS
+        said = self.said("activation", lambda value: isinstance(value, str))
+        if said is not None and said.values[0].lower() not in known:
+            raise ConvertError(
+                f"{self.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}, which "
+                f"is not supported in a feed-forward with{'' if has_gate else 'out'} a gate; the "
+                f"supported activations are {', '.join(sorted(known))}"
+            )
+        if has_gate:
             return Finding(
                 ("swiglu",), "the feed-forward has a gate; silu is the only one known here"
             )
-        said = self.said("activation", lambda value: isinstance(value, str))
         if said is None:
             return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
-        if (name := said.values[0].lower()) not in words.ACTIVATIONS:
-            raise ConvertError(
-                f"{self.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}, which "
-                "is not supported in a feed-forward without a gate; the supported activations are "
-                f"{', '.join(sorted(words.ACTIVATIONS))}"
-            )
-        return Finding((words.ACTIVATIONS[name],), said.origin)
+        return Finding((words.ACTIVATIONS[said.values[0].lower()],), said.origin)
 
     def score_scale(self) -> Finding:
         if self.tensors.map.name("qkv").endswith("in_proj_weight"):

@@ -199,6 +199,7 @@ def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> N
         ({"rope_adjustments": {"factor": 8}}, "rope_adjustments is "),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"name": "Gemma-tiny"}, "name is 'Gemma-tiny'; LitGPT adds 1 to the weights of norms"),
+        ({"name": "", "hf_config": {"name": "Gemma-2"}}, r"hf_config of .* name is 'Gemma-2'"),
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
         ({"something_new": 3}, "something_new 3.*--ignore-setting something_new"),
         ({"sliding_window_size": 16, "sliding_window_indices": [1]}, "0 or 1 for 2 layers"),

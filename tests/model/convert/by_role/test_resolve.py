@@ -369,6 +369,15 @@ def test_answer_that_the_tensors_contradict_is_refused(name: str, answers: dict[
 # Settings and shapes in files
 
 
+@pytest.mark.parametrize("value", ["geglu", "gelu_pytorch_tanh", "relu"])
+def test_gate_with_another_activation_is_refused(value: str) -> None:
+    """It was computed with silu."""
+    scheme = SCHEMES["llama2.c"]
+    settings = {**scheme.settings, "hidden_act": value}
+    with pytest.raises(ConvertError, match=rf"hidden_act is '{value}', .* with a gate; .*silu"):
+        recognize_file(state_file(scheme.model(), settings=settings), RoleOptions())
+
+
 @pytest.mark.parametrize(
     "settings", [{"optimizer": "RMSprop"}, {"dataset": "platforms"}, {"norms": 2, "use_rms": False}]
 )
