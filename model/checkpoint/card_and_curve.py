@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CARD
+from logitd.model.checkpoint.run_folder import run_of
 from logitd.model.files import open_regular, parse_json, read_text
 
 METRICS = "metrics.jsonl"
@@ -92,7 +93,7 @@ def sampled_prompt(card: str | None) -> str | None:
 def read_curve(path: Path, card: str | None) -> Curve:
     """The curve of the checkpoint at `path`, with at most MOST_POINTS training points and at most
     MOST_POINTS validation points."""
-    records = list(_records(path.resolve().parent / METRICS, METRICS_BYTES))
+    records = list(_records(_folder_of_log(path) / METRICS, METRICS_BYTES))
     training = _points(records, "train", "smoothed_loss")
     validation = _points(records, "eval", "val_loss")
     if not training and not validation and card is not None:
@@ -103,10 +104,14 @@ def read_curve(path: Path, card: str | None) -> Curve:
     return Curve(_thinned(training), _thinned(validation))
 
 
+def _folder_of_log(path: Path) -> Path:
+    return run_of(path) or path.resolve().parent
+
+
 def read_progress(path: Path) -> Progress | None:
     """The progress of the run that wrote the checkpoint at `path`; None if the run's log has no
     valid report."""
-    run = path.resolve().parent
+    run = _folder_of_log(path)
     reports = [each for each in _records(run / METRICS, TAIL_BYTES) if each.get("kind") == "train"]
     if not reports:
         return None

@@ -49,6 +49,8 @@ def test_curve_comes_from_the_run(tmp_path: Path) -> None:
     assert read_curve(best, "| 1 | 9.0000 | 9.0000 |") == expected, (
         "the curve is the run's, not the card's"
     )
+    (tmp_path / "run.json").write_text("{}")
+    assert read_curve(tmp_path / "history" / "step-000005", None) == expected
 
 
 def test_curve_without_a_run_comes_from_the_card(tmp_path: Path) -> None:
