@@ -24,6 +24,8 @@ from tests.model.factories import CHAT_TEMPLATE, save_tiny_checkpoint, tiny_gpt,
 CLIENTS = 8
 STEPS = (1, 2, 3)
 """Step numbers of the checkpoints that are served in turn."""
+MISSING = 9
+"""The step number of a reload that is refused: there is no such checkpoint."""
 ADMIN = "the-key-of-the-admin"
 BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
@@ -188,7 +190,7 @@ class Administrator(threading.Thread):
             for turn in count(1):
                 if self._stop_asking.wait(BETWEEN_RELOADS):
                     return
-                step = 9 if turn % 5 == 0 else STEPS[turn % len(STEPS)]
+                step = MISSING if turn % 5 == 0 else STEPS[turn % len(STEPS)]
                 try:
                     self._reload(step)
                 except httpx.HTTPError as error:
@@ -240,7 +242,8 @@ def test_counters_memory_and_answers_hold_under_load(tmp_path: Path) -> None:
         _compare(server, tally)
         assert memory[-1] - memory[0] < ALLOWED_GROWTH, f"memory in MiB: {memory}"
         lines = server.output.splitlines()[explained:]
-        assert not [line for line in lines if " INFO " not in line]
+        refused = f"there is no checkpoint 'step-{MISSING}'"
+        assert not [line for line in lines if " INFO " not in line and refused not in line]
 
 
 def _compare(server: ServedProcess, tally: Tally) -> None:
