@@ -18,7 +18,7 @@ from logitd.model.convert.importing import fingerprint, import_model, importable
 from logitd.model.convert.state_file import SUFFIXES
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize
-from logitd.service.cli.commands.servable import NotServable
+from logitd.service.cli.commands.servable import NotServable, beginnings
 from logitd.service.cli.program_name import command
 from logitd.service.cli.terminal import say
 from logitd.service.settings.imports import ImportSettings
@@ -139,8 +139,8 @@ def for_serving(
     if not known:
         raise NotServable(
             f"{source} is neither a checkpoint nor an importable model: importable models are "
-            f"weight files ({', '.join(SUFFIXES)}) and folders that contain one. Serve the bundled "
-            f"checkpoint with\n\n  {command('serve')}"
+            f"weight files ({', '.join(SUFFIXES)}) and folders that contain one. "
+            f"{beginnings(Path('runs/first'))}"
         )
     if not may_import:
         raise NotServable(

@@ -13,6 +13,7 @@ from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_
 from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run, may_become_run
 from logitd.model.files import CONFIG_BYTES, FileError, parse_json, read_regular, require_regular
 from logitd.service.cli.program_name import command
+from logitd.service.settings.common import BUNDLED_CHECKPOINT
 
 KEPT_IN = (Path("checkpoints"), Path("runs"))
 """The usual folders of checkpoints and runs, below the working directory."""
@@ -138,11 +139,7 @@ def _folder(path: Path) -> str | None:
     served; None for other folders, which may be models."""
     children = sorted(path.iterdir())
     if not children:
-        return (
-            f"{path} is empty. Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
-            f"or train one of your own with\n\n  {command('train', '--out', path)}\n"
-            f"  {command('serve', path)}"
-        )
+        return f"{path} is empty. {beginnings(path)}"
     if within := [child for child in children if is_checkpoint(child) or is_run(child)]:
         return f"{path} is not a checkpoint, but a folder of some; serve one:\n\n{_listed(within)}"
     if is_run(path.parent):
@@ -156,9 +153,19 @@ def _mistyped(path: Path) -> str:
         return f"{path} does not exist; did you mean\n\n{_listed(meant)}"
     if known := _near(path):
         return f"{path} does not exist. These can be served:\n\n{_listed(known)}"
+    if path == BUNDLED_CHECKPOINT:
+        return f"this installation has no bundled checkpoint. {beginnings(Path('runs/first'))}"
+    return f"{path} does not exist. {beginnings(path)}"
+
+
+def beginnings(run: Path) -> str:
+    """Commands that serve something where nothing has been trained yet."""
+    trained = f"  {command('train', '--out', run)}\n  {command('serve', run)}"
+    if not is_checkpoint(BUNDLED_CHECKPOINT):
+        return f"Train a model and serve it with\n\n{trained}"
     return (
-        f"{path} does not exist. Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
-        f"or train one of your own with\n\n  {command('train', '--out', path)}"
+        f"Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
+        f"or train one of your own with\n\n{trained}"
     )
 
 

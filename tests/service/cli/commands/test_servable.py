@@ -11,6 +11,7 @@ import pytest
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.service.application.app import create_app
+from logitd.service.cli.commands import servable
 from logitd.service.cli.commands.servable import checkpoint_at
 from logitd.service.cli.commands.serve import print_banner
 from logitd.service.cli.main import run
@@ -127,8 +128,10 @@ def desk() -> None:
         ("rows.parquet", "is a text; ",
          ["train --data rows.parquet --out runs/rows", "serve runs/rows"]),
         ("pipe", "is a pipe (FIFO); expected a regular file", []),
-        ("curve.png", "is neither a checkpoint nor an importable model: ", ["serve"]),
-        ("folder", "is neither a checkpoint nor an importable model: ", ["serve"]),
+        ("curve.png", "is neither a checkpoint nor an importable model: ",
+         ["serve", "train --out runs/first", "serve runs/first"]),
+        ("folder", "is neither a checkpoint nor an importable model: ",
+         ["serve", "train --out runs/first", "serve runs/first"]),
     ],
 )  # fmt: skip
 def test_other_paths_are_refused_with_commands(
@@ -171,7 +174,20 @@ def test_missing_paths_without_neighbors_name_the_training(
 ) -> None:
     message = refused(capsys, "a/mine")
     assert message.startswith("a/mine does not exist. ")
-    assert message.endswith("\n  logitd train --out a/mine\n")
+    assert message.endswith("\n  logitd train --out a/mine\n  logitd serve a/mine\n")
+
+
+def test_installation_without_the_bundled_checkpoint_does_not_offer_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a path, the message named the command that had just failed."""
+    absent = Path("site-packages/checkpoints/python-small")
+    monkeypatch.setattr(servable, "BUNDLED_CHECKPOINT", absent)
+    message = refused(capsys, str(absent))
+    assert message == (
+        "this installation has no bundled checkpoint. Train a model and serve it with\n\n"
+        "  logitd train --out runs/first\n  logitd serve runs/first\n"
+    )
 
 
 def test_adapters_name_the_merge(capsys: pytest.CaptureFixture[str]) -> None:
