@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 
 from logitd.model.data.errors import DataError
-from logitd.model.device import available_processors
+from logitd.model.device import DeviceError, available_processors
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import INDEX, LOCK
 from logitd.model.extraction.run import Progress, Surveyed
@@ -441,6 +441,16 @@ def test_context_of_one_token_predicts_nothing(extracting: Extract, tmp_path: Pa
     gpt = tiny_gpt(tiny_config(context_length=1))
     short = save_tiny_checkpoint(tmp_path / "short", gpt).path
     with pytest.raises(ExtractionError, match=r"context is 1 .*--stages"):
+def test_impossible_device_is_refused_before_the_data_is_read(
+    extracting: Extract, tmp_path: Path
+) -> None:
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"x" * 2**20 + b"\xff")  # the type of a file is told by its beginning
+    with pytest.raises(DeviceError, match="threads is 10000"):
+        extracting(data=(str(binary),), options=replace(TORCH, threads=10_000))
+    assert not (tmp_path / "out").exists()
+
+
         extracting(checkpoint=short)
     assert extracting(checkpoint=short, stages=("embedding",)).rows
 
