@@ -153,7 +153,9 @@ def extract(
                 "checkpoint": {
                     "name": checkpoint.name,
                     "weights_sha256": checkpoint.weights_sha256,
+                    "model_sha256": checkpoint.model_sha256,
                     "tokenizer_sha256": tokenizer_sha256(checkpoint.tokenizer).hex(),
+                    "special_tokens": "ids" if checkpoint.special_ids else "text",
                 },
                 "data": asdict(surveyed),
                 "settings": {
