@@ -211,6 +211,16 @@ def _name_aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
 
 
+def is_utf8(name: str) -> bool:
+    """True unless a path or an argument has bytes that are not UTF-8, which Python reads as
+    surrogates. Such a name cannot be written to a text file or to standard output."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def parse_json(raw: bytes) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON, and for values that could not be written back
     as JSON: infinite numbers, integers beyond 64 bits, unpaired surrogates, and very deep

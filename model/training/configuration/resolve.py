@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from logitd.model.checkpoint.adapter import BaseRecord
 from logitd.model.convert.family import nearest, objections
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.files import is_utf8
 from logitd.model.first_error import first_error
 from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import (
@@ -175,6 +176,7 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     """Resolve a new run. The vocabulary's size is taken from the recipe. `base` is the opened
     checkpoint to fine-tune. Raises ConfigError and TrainingError."""
     given = config.given()
+    _refuse_unwritable(given)
     if config.preset not in PRESETS:
         near = get_close_matches(config.preset, PRESETS, 1)
         meant = f"; did you mean {near[0]}?" if near else f": choose from {', '.join(PRESETS)}"
@@ -220,6 +222,18 @@ def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
     return replace(model, **changes)
 
 
+def _refuse_unwritable(given: Mapping[str, Any]) -> None:
+    """Raise TrainingError for a path or text that run.json and the checkpoints' cards cannot
+    contain."""
+    for name, value in given.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if not is_utf8(str(each)):
+                raise TrainingError(
+                    f"{name} is {str(each)!a}, which is not valid UTF-8, so run.json and the "
+                    "checkpoints' cards cannot name it: rename it"
+                )
+
+
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
     recipe, steps = training.recipe, training.length.steps
     values = {**training.model.to_dict(), **asdict(recipe), "lora": given.get("lora")}
@@ -245,6 +259,7 @@ def resolve_resumed(
     Raises TrainingError if a field that is not in RESUMABLE changes. If the new length raises the
     learning rate, the rate rises gradually, as in Ibrahim et al. (2024)."""
     given = config.given()
+    _refuse_unwritable(given)
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}
     values |= {**asdict(before.recipe), **before.config.given()}

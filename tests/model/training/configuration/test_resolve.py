@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,16 @@ def test_resolve_refuses_a_field_that_does_nothing(
     others = {name: value for name, value in given.items() if name != field}
     resolve(TrainingConfig(**others))
     resolve(TrainingConfig(**{field: given[field]}))
+
+
+@pytest.mark.parametrize(
+    "given", [{"data": ("a", "caf\udce9")}, {"out": Path("\udce9")}, {"prompts": ("\udce9",)}]
+)
+def test_names_that_are_not_utf8_are_refused(given: dict[str, Any]) -> None:
+    before = resolve(TrainingConfig())
+    for resolved in (resolve, lambda config: resolve_resumed(config, before, Counters())):
+        with pytest.raises(TrainingError, match=f"{next(iter(given))} is .*udce9.*not valid UTF-8"):
+            resolved(TrainingConfig(**given))
 
 
 def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
