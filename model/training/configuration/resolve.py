@@ -28,6 +28,7 @@ from logitd.model.training.configuration.config import (
     TrainingError,
 )
 from logitd.model.training.configuration.finetune import (
+    WARMUP,
     Base,
     finetuned_model,
     finetuned_recipe,
@@ -89,7 +90,7 @@ class ResolvedTraining:
     model: GPTConfig
     lora: LoraShape | None = None
     base: Base | None = None
-    rewarming: Rewarming | None = None  # set in a run that was extended
+    rewarming: Rewarming | None = None  # of a run that was extended or is fine-tuned by the clock
 
     @property
     def length(self) -> Length:
@@ -183,20 +184,25 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
         raise TrainingError(f"--preset {config.preset!r} is unknown{meant}")
     preset = PRESETS[config.preset]
     recipe = replace(preset.recipe, **_only(given, RECIPE_FIELDS))
-    lora = lora_shape(given)
+    lora, rewarming = lora_shape(given), None
     if base is None:
         model = preset.config(recipe.vocab_size, **_only(given, SHAPE_FIELDS))
         if config.exportable:
             model = _exportable_model(model, given)
     else:
-        recipe = finetuned_recipe(given, recipe, base.opened.config, lora)
+        by_clock = "minutes" in given and "steps" not in given
+        recipe = finetuned_recipe(given, recipe, lora, by_clock=by_clock)
+        if by_clock and "warmup" not in given:
+            rewarming = Rewarming(done=0.0, scale=WARMUP, span=WARMUP)
         model = finetuned_model(given, base.opened.config, lora)
         if config.exportable and (found := objections(model)):
             raise TrainingError(
                 "--exportable: the checkpoint's shape cannot be exported, and fine-tuning cannot "
                 "change it: " + "; ".join(map(str, found))
             )
-    resolved = ResolvedTraining(config=config, recipe=recipe, model=model, lora=lora, base=base)
+    resolved = ResolvedTraining(
+        config=config, recipe=recipe, model=model, lora=lora, base=base, rewarming=rewarming
+    )
     _refuse_idle(given, resolved)
     return resolved
 
