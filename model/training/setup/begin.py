@@ -170,16 +170,18 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
 
 
 def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Opened:
-    """Open an existing run at its saved state. This function does the first four steps of a resume:
+    """Open an existing run at its saved state. This function does the first three steps of a
+    resume:
 
     1. Lock the directory. Read run.json and apply the settings of this command.
     2. Open the chat template, the tokenized text and, if its weights are needed, the base. Refuse
        a --data that has changed.
-    3. Rewind the directory to the step of the saved state, because later steps will be repeated:
-       remove later metrics, samples and checkpoints, and incomplete files.
-    4. Write run.json with the changes.
-    5. The other processes join (`_join`), and all build the model as for a new run (`Trainer`).
-    6. Load weights, optimizers, counters and unreported figures (`Trainer.load`).
+    3. Write run.json with the changes.
+    4. The other processes join (`_join`), and all build the model as for a new run (`Trainer`).
+    5. Load weights, optimizers, counters and unreported figures (`Trainer.load`).
+    6. Rewind the directory to the step of the saved state, because later steps will be repeated:
+       remove later metrics, samples and checkpoints, and incomplete files. Nothing is removed
+       before everything is loaded.
     7. Evaluate, sample and write the checkpoint, unless this was done before the run was
        interrupted (`RunRecorder.finish`).
     8. Train.
@@ -205,7 +207,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
         training = _with_open_base(training, directory)
         chat_template = _chat_template(training)
         text = read_prepared(directory.data)
-        _share(training, ranks)  # raises before anything is rewound
+        _share(training, ranks)  # raises before anything is written
         if config.data:
             _refuse_changed_text(training.config, text, report)
         _check_prompts(training.config.prompts, text)
@@ -213,10 +215,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
         for notice in _text_notices(text):
             report(Noticed(notice))
         with directory.preparing():
-            notes = directory.rewind(saved.step)
             directory.write_training(training)
-        for note in notes:
-            report(Noticed(note))
     except BaseException:
         directory.release()
         raise
