@@ -58,7 +58,7 @@ other field and to these values; error messages suggest the first value."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
-        *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
+        *("eval_every", "patience", "sample_every", "sample_tokens", "prompts"),
         *("checkpoint_every", "keep", "keep_every", "save_dtype", "chat_template"),
         "tensorboard",
         "from_checkpoint",  # may have moved; the hash of its weights identifies it
@@ -242,7 +242,7 @@ def _refuse_unwritable(given: Mapping[str, Any]) -> None:
 
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
     recipe, steps = training.recipe, training.length.steps
-    values = {**training.model.to_dict(), **asdict(recipe), "lora": given.get("lora")}
+    values = {**training.model.to_dict(), **asdict(recipe), "lora": training.lora}
     for name in sorted(given.keys() & NEEDS.keys()):
         other, acting = NEEDS[name]
         if values[other] not in acting:
@@ -280,6 +280,12 @@ def resolve_resumed(
         config=TrainingConfig(**{**before.config.to_dict(), **config.to_dict()}),
         recipe=replace(before.recipe, **_only(given, RECIPE_FIELDS)),
     )
+    _refuse_idle(given, training)
+    if "from_checkpoint" in given and before.base is None:
+        raise TrainingError(
+            f"--from {given['from_checkpoint']} has no effect: the run began with random weights; "
+            "leave it out"
+        )
     if training.length == before.length or not saved.step:
         return training
     _refuse_ended(given, training.length, saved)

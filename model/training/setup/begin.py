@@ -204,6 +204,8 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
                     f"{REWARMING:.0%} of the remaining run, then falls until the new end"
                 )
             )
+        if training.base is not None and config.from_checkpoint is not None:
+            reopen_base(training.base, config.from_checkpoint)  # raises if it is another one
         training = _with_open_base(training, directory)
         chat_template = _chat_template(training)
         text = read_prepared(directory.data)

@@ -249,6 +249,15 @@ def test_run_of_adapters_resumes_only_with_its_base(tune: Tune, base: Path, tmp_
         train(TrainingConfig(out=config.out, resume=True, lora=3))
 
 
+def test_tuned_run_refuses_another_base_when_resumed(tune: Tune, tmp_path: Path) -> None:
+    """The state has all weights, so the base was not opened and --from had no effect."""
+    config = tune()
+    _train_until(2, config)
+    other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(seed=3))
+    with pytest.raises(TrainingError, match=f"--from: .*{other.weights_sha256[:12]}.*leave it out"):
+        train(TrainingConfig(out=config.out, resume=True, from_checkpoint=other.path))
+
+
 @pytest.mark.parametrize("positions", ["rotary", "sinusoidal", "learned"])
 def test_other_context_needs_computed_positions(tune: Tune, tmp_path: Path, positions: Any) -> None:
     gpt = tiny_gpt(tiny_config(context_length=32, positions=positions, n_layer=1))
