@@ -11,8 +11,8 @@ HEAD_STEPS = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Rewarming:
-    """A gradual change from an old learning rate to the schedule, in a run that was extended or that
-    fine-tunes a checkpoint until a time.
+    """A gradual change from an old learning rate to the schedule, in a run that was extended, or
+    that fine-tunes a checkpoint until the clock ends it.
 
     done   share of the run at which the change begins
     scale  learning rate at that point, as a share of the peak
