@@ -531,6 +531,11 @@ def test_impossible_run_is_refused(
     assert not config.out.exists(), "a second try is not told that the run already exists"
 
 
+def test_unknown_vocabulary_is_refused_before_the_text_is_opened(configure: Configure) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.tiktoken"):
+        train(configure(tokenizer="nowhere.tiktoken", vocab_size=None, data=("missing.txt",)))
+
+
 def test_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
     """Reading the text and measuring for --minutes are slow and come later."""
     config = configure(data=("is-not-there.txt",))
