@@ -1,10 +1,10 @@
 """Activations for training: an endless stream of a stage's values on a text, in random order.
 
 The text is cut into windows of the model's context, or of LONGEST tokens if the context is longer
-(`model/extraction/plan.py`). Some windows are held out. The others pass first through a buffer that shuffles windows, then through an extraction
-engine, and last through a buffer that shuffles positions. When the end of the text is reached, it
-is read again from the start. So the memory used does not depend on the size of the text. The order
-is a function of the seed.
+(`model/extraction/plan.py`). Some windows are held out. The others pass first through a buffer that
+shuffles windows, then through an extraction engine, and last through a buffer that shuffles
+positions. When the end of the text is reached, it is read again from the start. So the memory used
+does not depend on the size of the text. The order is a function of the seed.
 """
 
 import random
