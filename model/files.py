@@ -183,6 +183,18 @@ def require_new(destination: Path) -> None:
         raise FileError(f"{destination} already exists: choose another path, or remove it")
 
 
+def require_space(destination: Path, size: int) -> None:
+    """Raise FileError if the disk of `destination` has no room for `size` bytes. Long computations
+    call this before they begin."""
+    parents = destination.absolute().parents
+    free = shutil.disk_usage(next(parent for parent in parents if parent.exists())).free
+    if free < size:
+        raise FileError(
+            f"{destination} would take {-(-size // 2**20):,} MiB, but its disk has only "
+            f"{free // 2**20:,} MiB: free space, or choose another destination"
+        )
+
+
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
     """Convert an OSError raised in the block to a FileError. The block must write `destination`,
@@ -209,6 +221,16 @@ def share_files(folder: Path) -> None:
 
 def _name_aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+
+
+def is_utf8(name: str) -> bool:
+    """True unless a path or an argument has bytes that are not UTF-8, which Python reads as
+    surrogates. Such a name cannot be written to a text file or to standard output."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_json(raw: bytes) -> Any:

@@ -106,6 +106,13 @@ class CheckpointInfo:
         return self.files[WEIGHTS]
 
     @property
+    def model_sha256(self) -> str:
+        """The sha256 of the shape and of the owner's source files. Models with equal weights
+        compute different values if it differs."""
+        code = {name: self.files[f"{FOLDER}/{name}"] for name in self.sources}
+        return sha256_of(json.dumps([self.shape.to_dict(), code], sort_keys=True).encode())
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Names of the owner's source files."""
         return tuple(

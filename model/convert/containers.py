@@ -84,6 +84,8 @@ def read_npz(path: Path) -> dict[str, Any]:
             )
         with np.load(path, allow_pickle=False) as arrays:
             values = {name.replace("/", "."): _value(arrays[name]) for name in arrays.files}
+            if len(values) < len(arrays.files):
+                raise ConvertError(f"{path} has arrays whose names differ only in / and .")
     except ConvertError:
         raise
     except Exception as error:  # damaged bytes make zipfile, zlib and NumPy fail in many ways

@@ -1,4 +1,5 @@
-"""nanoGPT's `ckpt.pt`: GPT-2's shape, with or without biases, and exact GELU.
+"""nanoGPT's `ckpt.pt`: GPT-2's shape, with or without biases, and GELU: the exact one, or the tanh
+approximation if the checkpoint is older than the setting `bias`.
 
 The optimizer's state is not imported. Recognition by role (`by_role/`) cannot replace this reader:
 it would have to ask the user for the activation and the position of the norms, and it does not
@@ -28,7 +29,7 @@ from logitd.model.convert.state_file import collect_settings, named_tensors
 from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.shapes import gpt2_shape
 
-COMPUTED: Mapping[str, Any] = {
+OWN_COMPUTATION: Mapping[str, Any] = {
     "activation": "gelu",
     "norm_first": True,
     "norm_eps": 1e-5,
@@ -49,18 +50,20 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     known = {"n_layer", "n_head", "n_embd", "block_size"} <= arguments.keys()
     if not known or not any(str(n).endswith("transformer.h.0.ln_1.weight") for n in state):
         return None
-    stated = {field: setting(arguments, field) for field in COMPUTED}
-    changed = any(stated[field][0] not in (None, own) for field, own in COMPUTED.items())
+    stated = {field: setting(arguments, field) for field in OWN_COMPUTATION}
+    changed = any(stated[field][0] not in (None, own) for field, own in OWN_COMPUTATION.items())
     if changed or states_rms(arguments):
         return None
     settings = Settings(f"model_args of {path}", arguments)
     reader = StateDictReader(str(path), named_tensors(str(path), state))
     reader.ignore(".attn.bias")  # the causal mask, in old versions
     bias = settings.flag("bias", True)
+    # nanoGPT has had `bias` since 2023-01-27, and the exact GELU since 2023-05-17.
+    approximate = "bias" not in arguments and stated["activation"][0] is None
     with naming(f"model_args of {path}"):
         config = gpt2_shape(
             **read_sizes(settings, NANOGPT),
-            activation="gelu",
+            activation="gelu_tanh" if approximate else "gelu",
             bias=bias,
             qkv_bias=bias,
             tied_head="lm_head.weight" not in reader,

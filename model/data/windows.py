@@ -88,15 +88,20 @@ def rolling_windows(
         raise DataError(
             f"{name} has too few tokens ({shard.count}): measuring a loss needs at least 2"
         )
+    require_stride(stride, window)
+    last = shard.count - 1  # the last token that is predicted
+    width = min(window, last)
+    starts = [*range(0, last - width, min(stride, width)), last - width]
+    return Windows(shard, tokenizer, starts=starts, width=width, batch_size=batch_size)
+
+
+def require_stride(stride: int, window: int) -> None:
+    """Raise DataError for a stride that would leave out the tokens between two windows."""
     if not 1 <= stride <= window:
         raise DataError(
             f"stride is {stride}, but the model's context is {window}: set a stride from 1 to "
             f"{window}, so that no tokens between two windows are left out"
         )
-    last = shard.count - 1  # the last token that is predicted
-    width = min(window, last)
-    starts = [*range(0, last - width, min(stride, width)), last - width]
-    return Windows(shard, tokenizer, starts=starts, width=width, batch_size=batch_size)
 
 
 def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:

@@ -37,7 +37,7 @@ from logitd.model.data.shards import Shard, open_shard, write_shard
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import encode, require_vocabulary, tokenizer_sha256
-from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
+from logitd.model.data.windows import UNCOUNTED, Windows, require_stride, rolling_windows
 from logitd.model.device import Placement, one_thread, use_threads
 from logitd.model.evaluation.held_out import held_out_text
 from logitd.model.evaluation.quantization import new_decoder, step_nats
@@ -118,8 +118,9 @@ def text_loss(
         placement = loaded.placement
     use_threads(placement.threads)
     try:
+        context = checkpoint.shape.context_length
+        require_stride(stride or context, context)  # before the text is read
         with _text(checkpoint, data, reading) as (name, shard):
-            context = checkpoint.shape.context_length
             windows = rolling_windows(
                 shard,
                 checkpoint.tokenizer,

@@ -89,14 +89,13 @@ class ShardWorker:
     def facts(self) -> dict[str, Any]:
         """Load the model. Returns everything that affects the results. Raises ExtractionError."""
         try:
-            weights = read_checkpoint(self._arguments[0]).weights_sha256
+            checkpoint = read_checkpoint(self._arguments[0])
             self._computer = open_computer(*self._arguments, lambda line: None)
         except (CheckpointError, DeviceError, KernelError) as error:
             raise ExtractionError(f"on {self._machine}: {error}") from error
         computation = self._computer.computation
         processor = describe(choose_device(computation["device"]))
-        facts = {"processor": processor, "logitd": VERSION, "weights": weights}
-        return {"computation": computation, **facts}
+        return {"computation": computation, "processor": processor, **_identity(checkpoint)}
 
     def shard(self, group: Group, expected: Mapping[str, Any]) -> tuple[bytes, str]:
         """The content of a shard's file, and the name of this machine if this is the first call
@@ -107,6 +106,12 @@ class ShardWorker:
             _require_equal(expected, self.facts())
         assert self._computer is not None
         return self._computer.shard(group), self._machine if restarted else ""
+
+
+def _identity(checkpoint: CheckpointInfo) -> dict[str, str]:
+    """The version, the weights and the model, which determine the values on every machine."""
+    weights, model = checkpoint.weights_sha256, checkpoint.model_sha256
+    return {"logitd": VERSION, "weights": weights, "model": model}
 
 
 def _require_equal(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -198,6 +203,6 @@ def on_ray(
         arguments = checkpoint.path.absolute(), quantity, placed
         actors = [actor.remote(*arguments) for _ in range(count)]
         facts = _get(actors[0].facts.remote(), "the model")
-        ours = {"logitd": VERSION, "weights": checkpoint.weights_sha256}
+        ours = _identity(checkpoint)
         _require_equal(ours, {name: facts[name] for name in ours})
         yield RayComputer(actors, facts, log)

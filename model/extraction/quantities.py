@@ -46,10 +46,10 @@ TORCH_DTYPES: Mapping[StoredDType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 SHARD_TOKENS = 2**18
-"""Upper limit on the default number of tokens in a shard. Their logprobs take a few megabytes."""
+"""Upper limit on the default number of tokens in a shard. Their logprobs take a megabyte."""
 SHARD_BYTES = 2**28
-"""Default size in bytes of a shard of stages or of the lens. The whole shard is in memory until it
-is written."""
+"""Upper limit on the default size in bytes of a shard before compression. The whole shard is in
+memory until it is written."""
 WINDOW_BYTES = 2**30
 """Maximum size, in bytes, of the lens figures of one window. There is a limit because a window
 cannot be divided between shards."""
@@ -78,7 +78,7 @@ class Logprobs(Predictions):
     top_k: int = 0
 
     def shard_tokens(self, config: ModelConfig) -> int:
-        return SHARD_TOKENS
+        return _shard_tokens(4 + 8 * self.top_k)  # logprob; id and logprob of likely tokens
 
     def request(self, request_id: str, unit: Unit) -> Request:
         """A request for the scores of the counted tokens."""

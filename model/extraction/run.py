@@ -1,7 +1,8 @@
 """Run an extraction: computes a whole text with a checkpoint and writes the results to a folder.
 
-`extract` checks the checkpoint and the request, locks the folder, reads the data once to compute
-its hash, compares all this with the folder's index, and then computes and writes shard after shard.
+`extract` checks the checkpoint and the request, locks the folder, loads the model, reads the data
+once to compute its hash, compares all this with the folder's index, and then computes and writes
+shard after shard.
 An interrupted extraction can be continued. The caller gets events; nothing is printed.
 """
 
@@ -139,20 +140,22 @@ def extract(
     )
     text = _open_data(data, reading, tell)
     with closing(ExtractionFolder(out)) as folder:
-        surveyed = survey(text.documents)
         opened: AbstractContextManager[ShardComputer | RayComputer] = (
             closing(open_computer(checkpoint.path, quantity, options, log))
             if ray is None
             else on_ray(checkpoint, quantity, options, ray, ray_workers, log)
         )
         with opened as computer:
+            surveyed = survey(text.documents)
             shard_tokens = request.shard_tokens or quantity.shard_tokens(checkpoint.shape)
             facts = {
                 "logitd": VERSION,
                 "checkpoint": {
                     "name": checkpoint.name,
                     "weights_sha256": checkpoint.weights_sha256,
+                    "model_sha256": checkpoint.model_sha256,
                     "tokenizer_sha256": tokenizer_sha256(checkpoint.tokenizer).hex(),
+                    "special_tokens": "ids" if checkpoint.special_ids else "text",
                 },
                 "data": asdict(surveyed),
                 "settings": {

@@ -159,7 +159,7 @@ class Trainer:
         self.began = began
 
     def load(self) -> None:
-        """Load the saved state of a resumed run, if it has one."""
+        """Load the saved state of a resumed run, if it has one, and rewind its directory."""
         state = self.run.directory.state
         if state.exists():
             self.counters, before, reports = load_state(
@@ -178,8 +178,19 @@ class Trainer:
                 raise TrainingError(f"{state} has damaged reports: {error!r}") from error
         self.done_before = self.length.done(self.counters)
         self.first = self.counters.step
+        self._rewind()
         self.recorder.restore(self.first)
         self.began -= self.counters.seconds
+
+    def _rewind(self) -> None:
+        """Remove everything that the run wrote after the saved state."""
+        directory = self.run.directory
+        if self.ranks.is_main:
+            with directory.preparing():
+                notes = directory.rewind(self.counters.step)
+            for note in notes:
+                self._notice(note)
+        self.ranks.barrier()  # the other processes read the metrics next
 
     def fit(self) -> TrainingResult:
         """Train until the end of the run or an interrupt, and save."""

@@ -161,8 +161,7 @@ class ExtractSettings(ComputeSettings):
         None,
         ge=1,
         description="tokens per shard, which is also the most that can be lost if the process "
-        "is killed (default: 262,144; for stages and the lens as many as fill 256 "
-        "MiB)",
+        "is killed (default: 262,144, or fewer if they would fill 256 MiB)",
     )
     text_field: TextField = "text"
     split_at: SplitAt = None

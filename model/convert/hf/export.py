@@ -100,23 +100,30 @@ def _neox_config(config: GPTConfig) -> dict[str, Any]:
         # The old form and the new one.
         "rotary_pct": rope["partial_rotary_factor"],
         "rotary_emb_base": config.rope_theta,
-        "rope_parameters": rope,
+        **_rope_of_both_forms(config, rope),
     }
 
 
 def _llama_config(config: GPTConfig, **more: Any) -> dict[str, Any]:
     rope = rope_parameters(config)
     del rope["partial_rotary_factor"]  # whole heads
-    shape = {
+    return {
         "hidden_act": "silu",
         "attention_dropout": config.dropout,
         # The old form and the new one.
         "rope_theta": config.rope_theta,
-        "rope_parameters": rope,
+        **_rope_of_both_forms(config, rope),
+        **more,
     }
-    if config.rope_scaling is not None:
-        shape["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
-    return shape | more
+
+
+def _rope_of_both_forms(config: GPTConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` for transformers 5, and `rope_scaling`, which earlier versions read."""
+    if config.rope_scaling is None:
+        return {"rope_parameters": rope}
+    inside = ("rope_theta", "partial_rotary_factor")  # only in the new form
+    scaling = {key: value for key, value in rope.items() if key not in inside}
+    return {"rope_parameters": rope, "rope_scaling": scaling}
 
 
 FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]] = {

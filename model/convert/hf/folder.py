@@ -41,7 +41,8 @@ def _shards(index: Path) -> dict[str, Tensor]:
     for file in dict.fromkeys(homes.values()):
         path = index.parent / file
         held = named_tensors(str(path), read_tensors(path))
-        tensors |= {name: held[name] for name in held if homes.get(name) == file}
+        # A tensor that the index does not name may still be a part of the model.
+        tensors |= {name: held[name] for name in held if homes.get(name, file) == file}
     if absent := sorted(homes.keys() - tensors.keys()):
         raise ConvertError(
             f"{index} names {len(absent)} tensors that its files do not contain; the first is "

@@ -25,6 +25,7 @@ from logitd.model.data.sources.files import (
 )
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
+from logitd.model.files import is_utf8
 
 PYTHON = "builtin:python"
 SHARD = ".tokens"
@@ -44,6 +45,12 @@ def open_text(
     """
     text_field, split_at = options.text_field, options.split_at
     words = list(dict.fromkeys(data)) or [PYTHON]
+    for word in words:
+        if not is_utf8(word):
+            raise DataError(
+                f"--data {word!a} is not valid UTF-8, so no record of the text can name it: rename "
+                "it, or name its folder"
+            )
     name = ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
     built_in = [python_text(Path(sysconfig.get_path("stdlib")))] if PYTHON in words else []
     unchanged = (text_field or "text", split_at) == ("text", None)

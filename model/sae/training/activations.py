@@ -1,10 +1,10 @@
 """Activations for training: an endless stream of a stage's values on a text, in random order.
 
-The text is cut into windows of the model's context (`model/extraction/plan.py`). Some windows are
-held out. The others pass first through a buffer that shuffles windows, then through an extraction
-engine, and last through a buffer that shuffles positions. When the end of the text is reached, it
-is read again from the start. So the memory used does not depend on the size of the text. The order
-is a function of the seed.
+The text is cut into windows of the model's context, or of LONGEST tokens if the context is longer
+(`model/extraction/plan.py`). Some windows are held out. The others pass first through a buffer that
+shuffles windows, then through an extraction engine, and last through a buffer that shuffles
+positions. When the end of the text is reached, it is read again from the start. So the memory used
+does not depend on the size of the text. The order is a function of the seed.
 """
 
 import random
@@ -33,6 +33,9 @@ SHUFFLED_BYTES = 2**28
 """Size, in bytes, at which the buffer that shuffles positions is full. It is filled with at least
 two batches, even if they are larger."""
 WINDOWS_AT_ONCE = 32
+LONGEST = 1024
+"""Maximum number of tokens of a window. Many windows are in memory at once, and the measurement has
+all features of a window at once."""
 SHORTEST = 8
 """Minimum number of tokens of a held-out window."""
 
@@ -99,7 +102,8 @@ class Activations:
 
 
 def _windows(checkpoint: CheckpointInfo, text: Text) -> Iterator[Unit]:
-    windows = choose_windows(checkpoint.shape.context_length, None, predicts=False)
+    longest = min(LONGEST, checkpoint.shape.context_length)
+    windows = choose_windows(longest, None, predicts=False)
     reader = DataReader(text.documents)
     return units_of(reader, checkpoint.tokenizer, windows, special_ids=checkpoint.special_ids)
 

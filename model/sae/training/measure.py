@@ -59,6 +59,13 @@ class Figures:
         return {name: x if math.isfinite(x) else None for name, x in figures.items()}
 
 
+def stored_bytes(features: int, width: int) -> int:
+    """Bytes of the arrays of a written autoencoder: its weights, and the facts about its
+    features."""
+    facts = 4 + 8 * EXAMPLES * (BEFORE + 1 + AFTER)
+    return features * (4 * (2 * width + 1) + facts) + 4 * width
+
+
 @torch.inference_mode()
 def measure(
     autoencoder: Autoencoder, activations: Activations, windows: Iterator[Unit], length: Length

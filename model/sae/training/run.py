@@ -18,13 +18,13 @@ from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import require_vocabulary
 from logitd.model.extraction.compute import open_computer
 from logitd.model.extraction.quantities import Stages
-from logitd.model.files import require_new, written_to
+from logitd.model.files import require_new, require_space, written_to
 from logitd.model.inference.options import DEFAULTS, ComputeOptions
 from logitd.model.inference.selection import resolve_stages
 from logitd.model.sae.files import AutoencoderError, write_autoencoder
 from logitd.model.sae.training.activations import Activations
 from logitd.model.sae.training.fit import BATCH, Fitting, Length, fit, with_weights
-from logitd.model.sae.training.measure import Figures, measure
+from logitd.model.sae.training.measure import Figures, measure, stored_bytes
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage
 
@@ -90,6 +90,7 @@ def train_autoencoder(
     features = request.features or EXPANSION * width
     if request.k > features:
         raise AutoencoderError(f"k is {request.k}, but there are {features} features: lower k")
+    require_space(out, stored_bytes(features, width))
     text = open_text(data, reading, report=tell)
     if text.shards:
         raise AutoencoderError(

@@ -9,7 +9,8 @@ The recipe is the preset's, overridden by the user's settings. These values diff
 preset's unless the user sets them:
 
   *_lr      a tenth of the preset's, because large steps would undo what the weights have learned
-  warmup    a twentieth of the steps, because the optimizers begin without momentum
+  warmup    a twentieth of the run, because the optimizers begin without momentum. If only the
+            clock ends the run, its number of steps is unknown, so the warmup is a `Rewarming`
   --lora    AdamW at LORA_RATE without weight decay, because one matrix of an adapter begins with
             zeros, and Muon's steps for it would be as large as for any other matrix
 
@@ -29,7 +30,7 @@ from logitd.model.transformer.lora import LoraError, LoraShape, check_rank
 SLOWER = 10
 """Divisor of the preset's learning rates when fine-tuning."""
 WARMUP = 0.05
-"""Length of the warmup as a share of the steps."""
+"""Length of the warmup as a share of the run."""
 LORA_RATE = 1e-3
 
 RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
@@ -79,10 +80,11 @@ def lora_shape(given: Mapping[str, Any]) -> LoraShape | None:
 
 
 def finetuned_recipe(
-    given: Mapping[str, Any], recipe: Recipe, base: GPTConfig, lora: LoraShape | None
+    given: Mapping[str, Any], recipe: Recipe, lora: LoraShape | None, *, by_clock: bool
 ) -> Recipe:
-    """The recipe of a fine-tuned run. `recipe` is the preset's with the `given` values. Raises
-    TrainingError for a given field that contradicts the checkpoint or would have no effect."""
+    """The recipe of a fine-tuned run. `recipe` is the preset's with the `given` values; `by_clock`
+    is True if no number of steps limits the run. Raises TrainingError for a given field that
+    contradicts the checkpoint or would have no effect."""
     for name in ("tokenizer", "init"):
         if name in given:
             raise TrainingError(
@@ -90,7 +92,7 @@ def finetuned_recipe(
                 f"checkpoint's: remove {name}"
             )
     values: dict[str, Any] = {name: getattr(recipe, name) / SLOWER for name in RATES}
-    values["warmup"] = round(WARMUP * recipe.steps)
+    values["warmup"] = 0 if by_clock else round(WARMUP * recipe.steps)
     if lora is not None:
         if given.get("optimizer", "adamw") != "adamw":
             raise TrainingError(

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from logitd.model.checkpoint.adapter import BaseRecord
 from logitd.model.convert.family import nearest, objections
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.files import is_utf8
 from logitd.model.first_error import first_error
 from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import (
@@ -27,6 +28,7 @@ from logitd.model.training.configuration.config import (
     TrainingError,
 )
 from logitd.model.training.configuration.finetune import (
+    WARMUP,
     Base,
     finetuned_model,
     finetuned_recipe,
@@ -56,7 +58,7 @@ other field and to these values; error messages suggest the first value."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
-        *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
+        *("eval_every", "patience", "sample_every", "sample_tokens", "prompts"),
         *("checkpoint_every", "keep", "keep_every", "save_dtype", "chat_template"),
         "tensorboard",
         "from_checkpoint",  # may have moved; the hash of its weights identifies it
@@ -88,7 +90,7 @@ class ResolvedTraining:
     model: GPTConfig
     lora: LoraShape | None = None
     base: Base | None = None
-    rewarming: Rewarming | None = None  # set in a run that was extended
+    rewarming: Rewarming | None = None  # of a run that was extended or is fine-tuned by the clock
 
     @property
     def length(self) -> Length:
@@ -175,26 +177,32 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     """Resolve a new run. The vocabulary's size is taken from the recipe. `base` is the opened
     checkpoint to fine-tune. Raises ConfigError and TrainingError."""
     given = config.given()
+    _refuse_unwritable(given)
     if config.preset not in PRESETS:
         near = get_close_matches(config.preset, PRESETS, 1)
         meant = f"; did you mean {near[0]}?" if near else f": choose from {', '.join(PRESETS)}"
         raise TrainingError(f"--preset {config.preset!r} is unknown{meant}")
     preset = PRESETS[config.preset]
     recipe = replace(preset.recipe, **_only(given, RECIPE_FIELDS))
-    lora = lora_shape(given)
+    lora, rewarming = lora_shape(given), None
     if base is None:
         model = preset.config(recipe.vocab_size, **_only(given, SHAPE_FIELDS))
         if config.exportable:
             model = _exportable_model(model, given)
     else:
-        recipe = finetuned_recipe(given, recipe, base.opened.config, lora)
+        by_clock = "minutes" in given and "steps" not in given
+        recipe = finetuned_recipe(given, recipe, lora, by_clock=by_clock)
+        if by_clock and "warmup" not in given:
+            rewarming = Rewarming(done=0.0, scale=WARMUP, span=WARMUP)
         model = finetuned_model(given, base.opened.config, lora)
         if config.exportable and (found := objections(model)):
             raise TrainingError(
                 "--exportable: the checkpoint's shape cannot be exported, and fine-tuning cannot "
                 "change it: " + "; ".join(map(str, found))
             )
-    resolved = ResolvedTraining(config=config, recipe=recipe, model=model, lora=lora, base=base)
+    resolved = ResolvedTraining(
+        config=config, recipe=recipe, model=model, lora=lora, base=base, rewarming=rewarming
+    )
     _refuse_idle(given, resolved)
     return resolved
 
@@ -220,9 +228,21 @@ def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
     return replace(model, **changes)
 
 
+def _refuse_unwritable(given: Mapping[str, Any]) -> None:
+    """Raise TrainingError for a path or text that run.json and the checkpoints' cards cannot
+    contain."""
+    for name, value in given.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if not is_utf8(str(each)):
+                raise TrainingError(
+                    f"{name} is {str(each)!a}, which is not valid UTF-8, so run.json and the "
+                    "checkpoints' cards cannot name it: rename it"
+                )
+
+
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
     recipe, steps = training.recipe, training.length.steps
-    values = {**training.model.to_dict(), **asdict(recipe), "lora": given.get("lora")}
+    values = {**training.model.to_dict(), **asdict(recipe), "lora": training.lora}
     for name in sorted(given.keys() & NEEDS.keys()):
         other, acting = NEEDS[name]
         if values[other] not in acting:
@@ -245,6 +265,7 @@ def resolve_resumed(
     Raises TrainingError if a field that is not in RESUMABLE changes. If the new length raises the
     learning rate, the rate rises gradually, as in Ibrahim et al. (2024)."""
     given = config.given()
+    _refuse_unwritable(given)
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}
     values |= {**asdict(before.recipe), **before.config.given()}
@@ -259,6 +280,12 @@ def resolve_resumed(
         config=TrainingConfig(**{**before.config.to_dict(), **config.to_dict()}),
         recipe=replace(before.recipe, **_only(given, RECIPE_FIELDS)),
     )
+    _refuse_idle(given, training)
+    if "from_checkpoint" in given and before.base is None:
+        raise TrainingError(
+            f"--from {given['from_checkpoint']} has no effect: the run began with random weights; "
+            "leave it out"
+        )
     if training.length == before.length or not saved.step:
         return training
     _refuse_ended(given, training.length, saved)

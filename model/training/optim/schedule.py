@@ -11,11 +11,12 @@ HEAD_STEPS = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Rewarming:
-    """A gradual change from the old schedule to the new one, in a run that was extended.
+    """A gradual change from an old learning rate to the schedule, in a run that was extended, or
+    that fine-tunes a checkpoint until the clock ends it.
 
-    done   share of the extended run at which the change begins
+    done   share of the run at which the change begins
     scale  learning rate at that point, as a share of the peak
-    span   share of the extended run over which the change takes place
+    span   share of the run over which the change takes place
     """
 
     done: float

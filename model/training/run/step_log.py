@@ -44,6 +44,7 @@ class StepLog:
         self._loss: Tensor | float = 0.0
         self._norm: Tensor | float = 0.0
         self._lr_scale = 0.0
+        self._before = 0.0  # seconds of these steps before the resume
 
     def state(self) -> dict[str, Any]:
         """The state to save: the steps since the last report."""
@@ -62,14 +63,12 @@ class StepLog:
         self._smoothed = None if smoothed is None else float(smoothed)
         self.steps, self._tokens = int(state["steps"]), int(state["tokens"])
         self._loss, self._norm = float(state["loss"]), float(state["norm"])
-        self._lr_scale = float(state["share"])
-        self._since = time.monotonic() - float(state["seconds"])
+        self._lr_scale, self._before = float(state["share"]), float(state["seconds"])
 
     def start(self) -> None:
-        """Start the clock before the first step after a report, so that the time spent on
-        evaluations and checkpoints does not count."""
-        if not self.steps:
-            self._since = time.monotonic()
+        """Start the clock before the first step after a report or a resume, so that the time spent
+        on setup, evaluations and checkpoints does not count."""
+        self._since = time.monotonic() - self._before
 
     def add(self, *, loss: Tensor, norm: Tensor, lr_scale: float, tokens: int) -> None:
         self.steps += 1

@@ -81,7 +81,8 @@ def summarize(path: Path) -> RunSummary:
         parameters=parameter_count(model),
         settings=settings,
         changes=_changes(config, settings, model, shape=base is None),
-        finished=length.done(counters) >= 1,
+        # The report of the last step comes before its evaluation.
+        finished=length.done(counters) >= 1 and evaluation.get("step") == last["step"],
         idle_seconds=max(0.0, time.time() - _last_written(path)),
         step=last["step"],
         steps=length.steps,

@@ -48,9 +48,9 @@ def reopen_base(base: Base, path: Path) -> Base:
     info, record = _read(path), base.record
     if info.weights_sha256 != record["weights_sha256"]:
         raise TrainingError(
-            f"the run adapts {record['name']} with weights {record['weights_sha256'][:12]}..., but "
-            f"{path} has {info.weights_sha256[:12]}...: set --from to the current path of "
-            f"{record['name']}"
+            f"--from: the run began with {record['name']}, weights "
+            f"{record['weights_sha256'][:12]}..., but {path} has {info.weights_sha256[:12]}...: "
+            f"set --from to the current path of {record['name']}, or leave it out"
         )
     return replace(base, checkpoint=info)
 

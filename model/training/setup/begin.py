@@ -17,6 +17,7 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import (
     PreparedText,
     prepare_text,
+    published_vocabulary,
     read_prepared,
     require_window,
     text_sha256,
@@ -24,11 +25,12 @@ from logitd.model.data.prepare import (
 from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import ReadOptions
+from logitd.model.data.vocabulary import require_end_of_text
 from logitd.model.device import Placement, use_threads
 from logitd.model.files import CONFIG_BYTES, read_text
 from logitd.model.plural import pluralize
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
-from logitd.model.text.tokenizer import TokenizerError
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from logitd.model.training.configuration.autosize import MANY, autosize, dropout_of, wants_size
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import (
@@ -109,6 +111,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         config = config.model_copy(update={"from_checkpoint": base.opened.path})
     training = resolve(config, base)
     chat_template = _chat_template(training)
+    vocabulary = _vocabulary(training)
     placement, _ = _share(training, ranks)
     RunDirectory(config.run_path).require_free()
 
@@ -146,7 +149,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
             prepared = prepare_text(
                 text,
                 directory.data,
-                vocabulary=recipe.tokenizer if base is None else base.opened.tokenizer,
+                vocabulary=vocabulary,
                 vocab_size=recipe.vocab_size,
                 val_fraction=recipe.val_fraction,
                 special_ids=config.special_tokens == "ids"
@@ -170,16 +173,18 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
 
 
 def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Opened:
-    """Open an existing run at its saved state. This function does the first four steps of a resume:
+    """Open an existing run at its saved state. This function does the first three steps of a
+    resume:
 
     1. Lock the directory. Read run.json and apply the settings of this command.
     2. Open the chat template, the tokenized text and, if its weights are needed, the base. Refuse
        a --data that has changed.
-    3. Rewind the directory to the step of the saved state, because later steps will be repeated:
-       remove later metrics, samples and checkpoints, and incomplete files.
-    4. Write run.json with the changes.
-    5. The other processes join (`_join`), and all build the model as for a new run (`Trainer`).
-    6. Load weights, optimizers, counters and unreported figures (`Trainer.load`).
+    3. Write run.json with the changes.
+    4. The other processes join (`_join`), and all build the model as for a new run (`Trainer`).
+    5. Load weights, optimizers, counters and unreported figures (`Trainer.load`).
+    6. Rewind the directory to the step of the saved state, because later steps will be repeated:
+       remove later metrics, samples and checkpoints, and incomplete files. Nothing is removed
+       before everything is loaded.
     7. Evaluate, sample and write the checkpoint, unless this was done before the run was
        interrupted (`RunRecorder.finish`).
     8. Train.
@@ -202,10 +207,12 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
                     f"{REWARMING:.0%} of the remaining run, then falls until the new end"
                 )
             )
+        if training.base is not None and config.from_checkpoint is not None:
+            reopen_base(training.base, config.from_checkpoint)  # raises if it is another one
         training = _with_open_base(training, directory)
         chat_template = _chat_template(training)
         text = read_prepared(directory.data)
-        _share(training, ranks)  # raises before anything is rewound
+        _share(training, ranks)  # raises before anything is written
         if config.data:
             _refuse_changed_text(training.config, text, report)
         _check_prompts(training.config.prompts, text)
@@ -213,10 +220,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
         for notice in _text_notices(text):
             report(Noticed(notice))
         with directory.preparing():
-            notes = directory.rewind(saved.step)
             directory.write_training(training)
-        for note in notes:
-            report(Noticed(note))
     except BaseException:
         directory.release()
         raise
@@ -288,6 +292,15 @@ def _with_open_base(training: ResolvedTraining, directory: RunDirectory) -> Reso
     if training.lora is None and directory.state.exists():
         return training
     return replace(training, base=reopen_base(training.base, path))
+
+
+def _vocabulary(training: ResolvedTraining) -> str | Tokenizer:
+    """The vocabulary of a new run; "own" if it is learned from the text. Raises DataError."""
+    if (base := training.base) is not None:
+        require_end_of_text(base.opened.tokenizer, "the checkpoint's tokenizer")
+        return base.opened.tokenizer
+    name = training.recipe.tokenizer
+    return name if name == "own" else published_vocabulary(name)
 
 
 def _saved_counters(directory: RunDirectory) -> Counters:

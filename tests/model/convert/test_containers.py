@@ -119,6 +119,11 @@ def test_llama2c_files_of_another_size_are_refused(tmp_path: Path) -> None:
         imported(path, tmp_path)
 
 
+def equal_names_npz(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, **{"h/w": np.zeros((2, 2)), "h.w": np.ones((2, 2))})
+
+
 def hollow_npz(path: Path) -> None:
     np.savez(path, a=np.array([{"x": 1}], dtype=object))
 
@@ -131,9 +136,10 @@ def hollow_npz(path: Path) -> None:
         (lambda path: path.write_bytes(b"\x93NUMPY\1\0" + bytes(99)), "a single array of NumPy"),
         (lambda path: path.write_bytes(pickle.dumps({"w": np.ones(3)})), "a pickle of NumPy arra"),
         (hollow_npz, r"pickled objects; save plain arrays"),
+        (equal_names_npz, r"names differ only in / and \."),
         (lambda path: path.write_text('{"a": [1, [2]]}'), "JSON without weights"),
     ],
-    ids=["gzip", "hdf5", "npy", "pickle of arrays", "npz of objects", "json"],
+    ids=["gzip", "hdf5", "npy", "pickle of arrays", "npz of objects", "npz of equal names", "json"],
 )
 def test_other_formats_are_named_and_kept(write: object, sentence: str, tmp_path: Path) -> None:
     """No message suggests writing over the source file."""

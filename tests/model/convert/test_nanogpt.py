@@ -60,6 +60,20 @@ def save_meta(path: Path, **changes: Any) -> None:
     path.write_bytes(pickle.dumps(meta | changes))
 
 
+def test_checkpoint_older_than_the_setting_bias_has_the_approximate_gelu(tmp_path: Path) -> None:
+    model = small(len(STOI), bias=True)
+    for block in model.transformer.h:
+        block.mlp.activation = torch.nn.GELU(approximate="tanh")
+    arguments = {key: value for key, value in asdict(model.config).items() if key != "bias"}
+    save(tmp_path / "ckpt.pt", model, model_args=arguments, stoi=STOI)
+    import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    assert info.config.activation == "gelu_tanh"
+    ids = [STOI[character] for character in TEXT]
+    logits = gpt(torch.tensor([ids])).logits
+    assert_close(logits, logits_of(model, ids), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
 def test_character_model_keeps_its_ids_and_logits(bias: bool, prefix: str, tmp_path: Path) -> None:

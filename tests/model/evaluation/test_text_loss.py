@@ -129,7 +129,7 @@ def test_text_loss_restores_the_thread_count(tiny: Path, short: Path) -> None:
 
 def test_text_loss_refuses_an_impossible_request(tiny: Path, short: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"stride is 65.* 64"):
-        text_loss(tiny, [str(short)], stride=65)
+        text_loss(tiny, [str(tmp_path / "missing.txt")], stride=65)
     with pytest.raises(DataError, match="no held-out text"):
         text_loss(tiny)
     with pytest.raises(DataError, match=r"nowhere\.txt is not a file"):

@@ -16,6 +16,7 @@ from logitd.model.extraction.quantities import (
     SHARD_TOKENS,
     WINDOW_BYTES,
     LensFigures,
+    Logprobs,
     choose_lens,
 )
 from logitd.model.inference.errors import InvalidRequest
@@ -155,6 +156,8 @@ def test_default_shard_fills_its_bytes() -> None:
     row = 4 * (257 * (4 + 4) + 16)  # for each of four layers: an id and a logprob, and four figures
     assert wide.shard_tokens(config) == SHARD_BYTES // row < SHARD_TOKENS
     assert LensFigures(layers=100, top_k=10**7).shard_tokens(config) == 1
+    assert Logprobs(127).shard_tokens(config) == SHARD_TOKENS
+    assert Logprobs(1000).shard_tokens(config) == SHARD_BYTES // 8004
 
 
 def test_window_beyond_its_limit_is_refused() -> None:

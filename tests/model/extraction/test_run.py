@@ -16,8 +16,9 @@ from pyarrow import parquet
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 
+from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.data.errors import DataError
-from logitd.model.device import available_processors
+from logitd.model.device import DeviceError, available_processors
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.index import INDEX, LOCK
 from logitd.model.extraction.run import Progress, Surveyed
@@ -26,7 +27,7 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.options import KernelChoice
 from logitd.model.llm import LLM
 from tests.model.extraction.conftest import TORCH, Extract, contents, in_memory
-from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.model.full_disk import files_of_at_most
 
 CONTEXT = 128
@@ -315,6 +316,26 @@ def test_other_settings_are_refused(
     assert {**contents(out), LOCK: b""} == {**before, LOCK: b""}
 
 
+def test_other_model_with_equal_weights_is_refused(extracting: Extract, tmp_path: Path) -> None:
+    """The norms' eps and the encoding of special tokens are in the configuration alone."""
+    _interrupted(extracting, tmp_path / "out", **ASKED)
+    record = training_record()
+    for name, change, message in (
+        ("eps", {"config": tiny_config(norm_eps=0.1)}, r"checkpoint\.model_sha256 was"),
+        (
+            "special",
+            {"training": replace(record, data={**record.data, "special_tokens": "ids"})},
+            r'checkpoint\.special_tokens was "text" and is "ids"',
+        ),
+    ):
+        other = save_tiny_checkpoint(tmp_path / name, **change).path
+        with pytest.raises(ExtractionError, match=message):
+            extracting(checkpoint=other, **ASKED)
+    info = read_checkpoint(other)
+    with_code = replace(info, files={**info.files, "code/model.py": "0"})
+    assert with_code.model_sha256 != info.model_sha256
+
+
 def test_other_checkpoint_and_data_are_refused(
     extracting: Extract, texts: Path, tmp_path: Path
 ) -> None:
@@ -417,6 +438,16 @@ def test_stages_that_are_too_large_are_refused(
 ) -> None:
     with pytest.raises((ExtractionError, InvalidRequest), match=message):
         extracting(stages=stages)
+    assert not (tmp_path / "out").exists()
+
+
+def test_impossible_device_is_refused_before_the_data_is_read(
+    extracting: Extract, tmp_path: Path
+) -> None:
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"x" * 2**20 + b"\xff")  # the type of a file is told by its beginning
+    with pytest.raises(DeviceError, match="threads is 10000"):
+        extracting(data=(str(binary),), options=replace(TORCH, threads=10_000))
     assert not (tmp_path / "out").exists()
 
 

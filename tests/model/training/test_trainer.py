@@ -531,6 +531,11 @@ def test_impossible_run_is_refused(
     assert not config.out.exists(), "a second try is not told that the run already exists"
 
 
+def test_unknown_vocabulary_is_refused_before_the_text_is_opened(configure: Configure) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.tiktoken"):
+        train(configure(tokenizer="nowhere.tiktoken", vocab_size=None, data=("missing.txt",)))
+
+
 def test_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
     """Reading the text and measuring for --minutes are slow and come later."""
     config = configure(data=("is-not-there.txt",))
@@ -601,6 +606,21 @@ def test_run_without_its_state_keeps_its_checkpoints(straight: Path, tmp_path: P
     with pytest.raises(TrainingError, match=r"nothing to resume: .*state\.pt does not exist"):
         train(TrainingConfig(out=tmp_path / "run", resume=True))
     assert read_checkpoint(tmp_path / "run" / "latest").training.step == 12
+
+
+def test_failing_resume_removes_nothing(straight: Path, tmp_path: Path) -> None:
+    """The checkpoints after the saved state may be the best of the run."""
+    run = tmp_path / "run"
+    shutil.copytree(straight, run, symlinks=True)
+    document = torch.load(run / "state" / "state.pt", weights_only=True)
+    document["counters"]["step"] = 6
+    document["weights"].popitem()
+    torch.save(document, run / "state" / "state.pt")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(TrainingError, match="does not fit"):
+        train(TrainingConfig(out=run, resume=True))
+    assert read_checkpoint(run / "latest").training.step == 12
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_rising_validation_loss_is_reported_meanwhile_and_at_the_end(

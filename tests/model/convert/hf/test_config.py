@@ -118,6 +118,10 @@ def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: 
     index.write_text(json.dumps({"weight_map": homes | {"h.0.more": file}}), encoding="utf-8")
     with pytest.raises(ConvertError, match=r"names 1 tensors .* the first is h\.0\.more"):
         import_model(folder, tmp_path / "three")
+    save_file(load_file(folder / file) | {"h.0.more.weight": torch.ones(2, 2)}, folder / file)
+    index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
+    with pytest.raises(ConvertError, match=r"h\.0\.more\.weight"):
+        import_model(folder, tmp_path / "three")
     index.write_text(json.dumps({"weight_map": homes | {"x": "../x"}}), encoding="utf-8")
     with pytest.raises(ConvertError, match="has no valid weight_map"):
         import_model(folder, tmp_path / "three")

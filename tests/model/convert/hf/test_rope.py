@@ -1,9 +1,11 @@
 """Rotary positions in Hugging Face's configurations, written and read."""
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from logitd.model.convert.foreign import Settings
+from logitd.model.convert.hf.export import FAMILIES
 from logitd.model.convert.hf.rope import read_rope, rope_parameters
 from tests.model.factories import tiny_config
 from tests.model.shapes import SCALINGS
@@ -32,3 +34,19 @@ def test_written_weights_are_read_unchanged(
         "rotary_dim": turning,
         "rope_scaling": config.rope_scaling,
     }
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_old_form_alone_gives_the_same_scaling(family: str) -> None:
+    """Versions of transformers before 5 read `rope_scaling` instead of `rope_parameters`."""
+    config = tiny_config(positions="rotary", rope_theta=500.0, rope_scaling=SCALINGS["yarn"])
+    written = FAMILIES[family][2](config)
+    del written["rope_parameters"]
+    rope = read_rope(
+        Settings("here", written),
+        head_dim=config.head_dim,
+        context_length=config.context_length,
+        theta="rotary_emb_base" if family == "gpt_neox" else "rope_theta",
+        share="rotary_pct" if family == "gpt_neox" else "partial_rotary_factor",
+    )
+    assert (rope["rope_theta"], rope["rope_scaling"]) == (500.0, config.rope_scaling)

@@ -1,6 +1,7 @@
 """The arguments of `--data`: the resulting text, and refused arguments."""
 
 import json
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,11 @@ def test_shards_of_a_run_are_read(tmp_path: Path) -> None:
     for others in (tmp_path / "a.txt", "builtin:python", "http://host/a.txt"):
         with pytest.raises(DataError, match=r"shards \(\*\.tokens\) and text \(.*\) cannot be"):
             open_words(tmp_path, others)
+
+
+def test_name_that_is_not_utf8_is_refused_but_not_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    path.write_text("text")
+    with pytest.raises(DataError, match=r"caf\\udce9.*not valid UTF-8"):
+        open_words(path)
+    assert len(names(open_words(tmp_path))) == 1

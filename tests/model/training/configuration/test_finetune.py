@@ -14,10 +14,11 @@ from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.finetune import LORA_RATE
+from logitd.model.training.configuration.finetune import LORA_RATE, WARMUP
 from logitd.model.training.configuration.presets import PRESETS, Recipe
 from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.events import Event, Noticed
+from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.recording import recorder
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
@@ -162,6 +163,18 @@ def test_recipe_is_gentle_unless_given(tune: Tune) -> None:
     recipe, _ = resolved(tune(steps=40, warmup=0, lora=2, preset="small"))
     assert (recipe.optimizer, recipe.matrix_lr) == ("adamw", LORA_RATE)
     assert (recipe.weight_decay, recipe.warmup) == (0.0, 0)
+
+
+def test_warmup_of_a_run_by_the_clock_is_a_share_of_the_run(tune: Tune, base: Path) -> None:
+    """The preset's steps, from which the warmup is counted otherwise, do not limit such a run."""
+    by_clock = resolve(tune(minutes=10, preset="gpt2-124m", steps=None), open_base(base))
+    rates = [
+        lr_scale(by_clock.recipe, step=10, done=done, rewarming=by_clock.rewarming)
+        for done in (0.0, WARMUP / 2, WARMUP)
+    ]
+    assert 0 < rates[0] < rates[1] < rates[2] > 0.99
+    for given in ({"steps": 40}, {"warmup": 3, "steps": None}):
+        assert resolve(tune(minutes=10, **given), open_base(base)).rewarming is None
     recipe, _ = resolved(tune(lora=2, matrix_lr=0.5, weight_decay=0.1))
     assert (recipe.matrix_lr, recipe.weight_decay) == (0.5, 0.1)
 
@@ -234,6 +247,15 @@ def test_run_of_adapters_resumes_only_with_its_base(tune: Tune, base: Path, tmp_
     assert train(resume).step == 12
     with pytest.raises(TrainingError, match="--lora cannot change when a run is resumed"):
         train(TrainingConfig(out=config.out, resume=True, lora=3))
+
+
+def test_tuned_run_refuses_another_base_when_resumed(tune: Tune, tmp_path: Path) -> None:
+    """The state has all weights, so the base was not opened and --from had no effect."""
+    config = tune()
+    _train_until(2, config)
+    other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(seed=3))
+    with pytest.raises(TrainingError, match=f"--from: .*{other.weights_sha256[:12]}.*leave it out"):
+        train(TrainingConfig(out=config.out, resume=True, from_checkpoint=other.path))
 
 
 @pytest.mark.parametrize("positions", ["rotary", "sinusoidal", "learned"])

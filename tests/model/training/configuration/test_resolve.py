@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from logitd.model.training.configuration.resolve import REWARMING, resolve, reso
 from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import ConfigError, RopeScaling
+from logitd.model.transformer.lora import LoraShape
 
 SAVED = Counters(step=5)
 
@@ -65,6 +67,16 @@ def test_resolve_refuses_a_field_that_does_nothing(
     resolve(TrainingConfig(**{field: given[field]}))
 
 
+@pytest.mark.parametrize(
+    "given", [{"data": ("a", "caf\udce9")}, {"out": Path("\udce9")}, {"prompts": ("\udce9",)}]
+)
+def test_names_that_are_not_utf8_are_refused(given: dict[str, Any]) -> None:
+    before = resolve(TrainingConfig())
+    for resolved in (resolve, lambda config: resolve_resumed(config, before, Counters())):
+        with pytest.raises(TrainingError, match=f"{next(iter(given))} is .*udce9.*not valid UTF-8"):
+            resolved(TrainingConfig(**given))
+
+
 def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
     first = TrainingConfig(steps=100, d_model=64)
     before = resolve(first).with_vocabulary(1000)
@@ -82,9 +94,15 @@ def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
         ({"seed": 2}, "it is 2 now and was 1337"),
         ({"data": ("x.txt",)}, "^--data cannot .*it is x.txt now and was not set; leave it out"),
         ({"matrix_lr": 1.0}, "^--matrix-lr cannot change"),
+        ({"eval_batches": 1}, "^--eval-batches cannot change"),  # decides which loss is the best
+        ({"from_checkpoint": "base"}, "^--from base has no effect: .*random weights"),
     ):
         with pytest.raises(TrainingError, match=was):
             resolve_resumed(TrainingConfig(resume=True, **change), before, SAVED)
+    adapted = replace(before, lora=LoraShape(2, 2.0, ("qkv",)))
+    for name, value in (("keep_every", 5), ("save_dtype", "bfloat16")):
+        with pytest.raises(TrainingError, match=f"{name} is {value}, but has no effect while lora"):
+            resolve_resumed(TrainingConfig(resume=True, **{name: value}), adapted, SAVED)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,14 @@ def test_interrupted_run_is_unfinished(runs: Path) -> None:
     assert 0 <= found.idle_seconds < 600
 
 
+def test_run_whose_last_step_is_not_evaluated_is_unfinished(copy: Path) -> None:
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert '"kind": "eval"' in lines[-1]
+    (copy / "metrics.jsonl").write_text("".join(lines[:-1]))
+    found = summarize(copy)
+    assert (found.finished, found.step) == (False, 12)
+
+
 def test_differences_between_runs(runs: Path) -> None:
     found = differences([summarize(runs / "whole"), summarize(runs / "broken")])
     assert found["d_model"] == (32, 16)

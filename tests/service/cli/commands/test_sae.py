@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.data.sources.open_text import open_text
 from logitd.model.sae.files import read_autoencoder
 from logitd.model.sae.training import activations, fit, measure
 from logitd.model.sae.training import run as training
@@ -60,6 +63,8 @@ def test_training_writes_a_folder_and_its_figures(
     assert stored.facts is not None
     assert stored.facts.density.sum() == pytest.approx(figures["active"], rel=0.2)
     assert (stored.facts.density == 0).mean() == pytest.approx(figures["dead"])
+    arrays = sum(path.stat().st_size for path in (tmp_path / "mine").glob("*.safetensors"))
+    assert arrays == pytest.approx(measure.stored_bytes(64, WIDTH), abs=2000)  # and two headers
     assert run(arguments(checkpoint, text, tmp_path / "again")) == 0
     out = capsys.readouterr().out
     assert f"--sae again={tmp_path / 'again'}" in out.replace("\\\n", "")
@@ -98,6 +103,27 @@ def test_impossible_autoencoders_are_refused(
     assert run(arguments(checkpoint, text, tmp_path / "mine", *more)) == 1
     assert re.search(expected, capsys.readouterr().err)
     assert not (tmp_path / "mine").exists()
+
+
+def test_windows_of_a_long_context_are_short(
+    checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "LONGEST", 16)
+    units = list(activations._windows(read_checkpoint(checkpoint), open_text([str(text)])))
+    assert {len(unit.token_ids) for unit in units[:-1]} == {16}
+
+
+def test_full_disk_is_noticed_before_the_training(
+    checkpoint: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**17))
+    assert run(arguments(checkpoint, text, tmp_path / "no" / "mine")) == 1
+    assert re.search(r"mine would take 1 MiB, but its disk has only 0 MiB", capsys.readouterr().err)
 
 
 def test_existing_folders_and_short_texts_are_refused(
