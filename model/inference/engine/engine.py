@@ -284,13 +284,11 @@ class Engine:
         for chunk in plan.prefill:
             sequence = chunk.sequence
             self._scheduler.prefilled(chunk, now)
-            scores, outputs = output.scores.get(sequence, ()), output.outputs.get(sequence)
-            if scores is None or isinstance(outputs, str):
-                reason = outputs if isinstance(outputs, str) else NOT_FINITE.message
-                events.append(self._not_finite(sequence, reason))
+            if sequence in output.unusable:
+                events.append(self._not_finite(sequence))
                 continue
-            events += scores
-            if outputs is not None:
+            events += output.scores.get(sequence, ())
+            if (outputs := output.outputs.get(sequence)) is not None:
                 self._scheduler.charge(sequence, len(outputs.positions), now)
                 events.append(outputs)
             if chunk.completes_prompt and not sequence.tokens_left:
@@ -333,8 +331,8 @@ class Engine:
                 event = TokenEvent(sequence.request_id, sequence.index, token_id)
             case ScoredToken(token_id, chosen, top):
                 event = TokenEvent(sequence.request_id, sequence.index, token_id, chosen, top)
-            case SampleError(message, None):
-                events.append(self._not_finite(sequence, message))
+            case SampleError() if result == NOT_FINITE:
+                events.append(self._not_finite(sequence))
                 return
             case SampleError(message, param):
                 events.append(self._finish_with_error(sequence, message, param))
@@ -393,11 +391,14 @@ class Engine:
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
         return [self._finish_with_error(sequence, message) for sequence in computed]
 
-    def _not_finite(self, sequence: Sequence, message: str) -> Event:
-        """End a sequence whose logits are not finite. If its request has interventions, the `param`
-        of the error names them."""
-        param = PARAM if sequence.request.interventions else None
-        return self._finish_with_error(sequence, message, param)
+    def _not_finite(self, sequence: Sequence) -> Event:
+        """End a sequence whose logits are not `usable`. If its request has interventions, the
+        `param` of the error names them."""
+        message = NOT_FINITE.message
+        if not sequence.request.interventions:
+            return self._finish_with_error(sequence, message)
+        advice = "use smaller factors and values"
+        return self._finish_with_error(sequence, f"{message}; {advice}", PARAM)
 
     def _finish_with_error(
         self, sequence: Sequence, message: str, param: str | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason
-from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.requests import GenerationRequest, Lens, Logits, Request
 from logitd.model.transformer.attention import Attend
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
@@ -19,6 +19,7 @@ from tests.model.inference.engine.harness import (
     params,
     random_prompt,
     run,
+    score_request,
     small_gpt,
 )
 from tests.model.inference.engine.test_against_reference import check_rows
@@ -157,3 +158,29 @@ def test_non_finite_logits_fail_their_sequence_only() -> None:
     assert end.completion_tokens == 0
     for i in range(3):
         assert outcomes[str(i), 0].tokens == expected[str(i), 0].tokens
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        generation("r", [1, 2, 3]),
+        generation("r", [1, 2, 3], prompt_logprobs=0),
+        score_request("r", [1, 2, 3]),
+        outputs_request("r", [1, 2, 3], output=Logits()),
+        outputs_request("r", [1, 2, 3], output=Logits(columns=(1,))),
+        outputs_request("r", [1, 2, 3], output=Logits(processing=params())),
+        outputs_request("r", [1, 2, 3], output=Lens(layers=(2,), top_k=1)),
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinite_logit_of_one_id_is_an_error_of_every_request(
+    request_: Request, sign: int
+) -> None:
+    """All other logits are finite. A logit of -inf is not one that processing has dropped."""
+    broken = small_gpt(tied_head=False, head_bias=True)
+    broken.head.weight.data[7] = 0
+    broken.head.bias.data[7] = sign * torch.inf
+    ended = run(broken, request_)["r", 0].ended
+    assert ended.reason is FinishReason.ERROR
+    assert "not finite" in (ended.error or "")
+    assert ended.param is None
