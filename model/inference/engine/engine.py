@@ -206,17 +206,23 @@ class Engine:
         events += [self._finish(sequence, FinishReason.UNREAD) for sequence in plan.given_up]
         if on_compute is not None:
             on_compute()
-        prefill_seconds, together = None, False
-        if plan:
+        prefill_seconds: float | None = 0.0
+        together = False
+        for part in self._runner.parts(plan):
             try:
                 # 3) Compute it.
-                output = self._runner.run(plan)
-            except Exception as error:  # it ends only the sequences of the plan
-                events += self._fail(plan, error)
+                output = self._runner.run(part)
+            except Exception as error:  # it ends only the sequences of the part
+                events += self._fail(part, error)
+                prefill_seconds = None
             else:
                 # 4) Update the sequences and create events.
-                self._account(plan, output, events)
-                prefill_seconds, together = output.prefill_seconds, output.together
+                self._account(part, output, events)
+                together = output.together
+                if prefill_seconds is not None and output.prefill_seconds is not None:
+                    prefill_seconds += output.prefill_seconds
+                else:
+                    prefill_seconds = None
         if plan.attribution is not None:
             events += self._attribute(plan.attribution)
         self._scheduler.stepped(plan, self.clock(), prefill_seconds, together=together)
@@ -385,11 +391,13 @@ class Engine:
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        # The failed step may have written anything into the cache, so no slot may be copied.
-        self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
-        return [self._finish_with_error(sequence, message) for sequence in computed]
+        events = [self._finish_with_error(sequence, message) for sequence in computed]
+        # The failed step may have written anything into the cache, so no slot may be copied. This
+        # comes last, because the end of a sequence shares its slot.
+        self._scheduler.slots.forget()
+        return events
 
     def _not_finite(self, sequence: Sequence) -> Event:
         """End a sequence whose logits are not `usable`. If its request has interventions, the

@@ -106,6 +106,17 @@ def test_failed_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
     assert driven.drain()["again", 0].ended.cached_tokens == 96
 
 
+def test_failed_decode_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
+    """The end of a decoding sequence shares its slot, if prefill computes the same bits."""
+    prompt = random_prompt(random.Random(9), 100)
+    driven = Driven(failing_gpt(gpt, 2), prefill_chunk=128)
+    driven.engine._scheduler._share_decoded = True
+    driven.add(generation("fails", prompt))
+    driven.drain()
+    driven.add(generation("again", prompt))
+    assert driven.drain()["again", 0].ended.cached_tokens == 0
+
+
 def test_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, 3), slots=2, prefill_chunk=32)
     request = outputs_request("rows", random_prompt(random.Random(0), 100))
