@@ -216,6 +216,17 @@ class Runner:
     def close(self) -> None:
         self.model.close()
 
+    def parts(self, plan: StepPlan) -> list[StepPlan]:
+        """The parts of a plan that are computed one after the other. An error ends only the
+        sequences of its part. The owner's code computes each sequence separately, except with
+        `--batch-code`."""
+        if not isinstance(self.model.network, CodeModel) or self.model.network.together:
+            return [plan] if plan else []
+        return [
+            *(StepPlan((chunk,), ()) for chunk in plan.prefill),
+            *(StepPlan((), (sequence,)) for sequence in plan.decode),
+        ]
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Carry out a plan. Its decode steps may have been launched by an earlier call."""
