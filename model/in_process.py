@@ -30,6 +30,9 @@ from logitd.model.operations.validation import parse
 SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "step", "stream", "timeout")
 """Fields of requests that only the server supports."""
 
+COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+"""Reasons for which a sequence ends with a result."""
+
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 
@@ -78,6 +81,8 @@ class Operations:
         """Yield the events of a generation, after adding each to `growing`."""
         with closing(self._run(plan.requests)) as events:
             for event in events:
+                if not (isinstance(event, FinishEvent) and growing.is_finished(event)):
+                    _check(event)
                 if growing.push(event):  # the text has reached a stop string
                     assert isinstance(event, TokenEvent)
                     ended = self._engine.abort(event.request_id, event.index, FinishReason.STOP)
@@ -86,8 +91,10 @@ class Operations:
 
     def compute(self, requests: Sequence[Request]) -> Computed:
         computed = Computed()
-        for event in self._run(requests):
-            computed.add(event)
+        with closing(self._run(requests)) as events:
+            for event in events:
+                _check(event)
+                computed.add(event)
         return computed
 
     def parts(self, plan: Series) -> list[dict[str, Any]]:
@@ -116,13 +123,17 @@ class Operations:
                     self._engine.grant(event.request_id)
                 elif isinstance(event, FinishEvent):
                     running -= 1
-                    if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                        raise GenerationError(event.error or event.reason)
                 yield event
         finally:
             for request in requests:
                 self._engine.abort(request.request_id)
                 self._mailboxes.pop(request.request_id, None)
+
+
+def _check(event: Event) -> None:
+    """Raise GenerationError if a sequence ended without a result."""
+    if isinstance(event, FinishEvent) and event.reason not in COMPLETE:
+        raise GenerationError(event.error or event.reason)
 
 
 def refuse(fields: Mapping[str, Any], *names: str) -> None:

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import PARAM
+from logitd.model.inference.sampling.sampler import NOT_FINITE
 from logitd.model.operations.prompts import clip
 from logitd.model.operations.validation import describe_problem
 from logitd.model.plural import pluralize
@@ -166,6 +167,8 @@ def raise_failure(event: FinishEvent) -> None:
             raise bad_request(f"{event.param}: {event.error}", event.param, code)
         case FinishReason.ERROR:
             message = "the engine failed on this request"
+            if event.error == NOT_FINITE.message:
+                message = f"{event.error}; the weights of the checkpoint are too large or damaged"
             raise ApiError(500, "server_error", message, None, "engine")
 
 

@@ -16,4 +16,6 @@ async def to_thread_until_done(work: Callable[[], Result]) -> Result:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait({running})
+        if not running.cancelled():
+            running.exception()  # retrieve it, or asyncio warns
         raise

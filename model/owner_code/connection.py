@@ -51,12 +51,13 @@ class CodeError(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A sequence and its slot. The logits of the positions [first, end) are requested."""
+    """A sequence and its slot, whose cached state is used; without a slot, none is. The logits of
+    the positions [first, end) are requested."""
 
     token_ids: Sequence[int]
     first: int
     end: int
-    slot: int = 0
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +278,12 @@ class CodeModel:
         sequences: Sequence[Wanted],
         stages: Sequence[str] = (),
         visit: Visit = lambda name, value: value,
+        *,
+        continues: bool = False,
     ) -> Tensor:
         """Logits (rows, V) of the requested positions, one sequence after the other. If there are
-        `stages`, there must be only one sequence, and `visit` is called for each stage. Raises
+        `stages`, there must be only one sequence, and `visit` is called for each stage. If it
+        `continues`, the last request of each slot was the sequence without its last id. Raises
         CodeError."""
         process = self.start()
         header = {
@@ -287,6 +291,7 @@ class CodeModel:
             "firsts": [one.first for one in sequences],
             "ends": [one.end for one in sequences],
             "slots": [one.slot for one in sequences],
+            "continues": continues,
             "visit": list(stages),
         }
         ids = [token_id for one in sequences for token_id in one.token_ids]

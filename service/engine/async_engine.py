@@ -269,9 +269,11 @@ class AsyncEngine:
         except BaseException:  # whatever it is, waiting clients must get an answer
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._on_failed)
-        finally:
+        try:
             self._driver.close()
-            self._loop.call_soon_threadsafe(self._on_stopped)
+        except Exception:  # `stop` must not wait forever
+            logger.exception("the engine failed to close")
+        self._loop.call_soon_threadsafe(self._on_stopped)
 
     # Back on the event loop
 

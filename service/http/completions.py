@@ -7,8 +7,10 @@ tokens into text.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import orjson
@@ -60,14 +62,17 @@ class Generation:
         plan: Completions,
         context: RequestContext,
         response_format: ResponseFormat | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Submit the plan. Raises the same errors as `EngineSession.submit`. Without
-        `response_format`, the reply has the format of /generate."""
+        `response_format`, the reply has the format of /generate. `names` maps fields of /generate
+        to the client's fields, for errors."""
         self._submission = context.session.submit(plan.requests)
         self.growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.model.name, context.checkpoint)
         self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None
         self._format = response_format
+        self._names = names
         self._waits = False  # the task that sends the reply waits for events
         self._sent = 0.0  # time.monotonic() when something was last sent
 
@@ -155,7 +160,8 @@ class Generation:
     def _push(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, FinishEvent) and not self.growing.is_finished(event):
-                raise_failure(event)
+                param = self._names.get(event.param or "", event.param)
+                raise_failure(replace(event, param=param))
             if self.growing.push(event):
                 self._submission.stop(event.request_id, event.index)  # type: ignore[union-attr]
 

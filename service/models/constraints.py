@@ -161,7 +161,7 @@ class Constraints:
         trial has ended when this method returns or is cancelled."""
         loop = asyncio.get_running_loop()
         async with self._starting:
-            await asyncio.to_thread(self._sandbox.start)
+            await to_thread_until_done(self._sandbox.start)
         answer = b""
         try:
             with self._sandbox.begin() as trial:

@@ -75,19 +75,8 @@ class RequestContext:
             return await self.unless_gone(work)
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`. If the client leaves, which a plain handler would not notice, cancel the
-        work and raise ApiError."""
-        working = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(disconnected(self.request.receive))
-        try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise client_gone()
-        finally:
-            working.cancel()
-            leaving.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+        """Await `work`. If the client leaves, cancel the work and raise ApiError."""
+        return await _unless_gone(self.request, work)
 
 
 class ModelChoice:
@@ -128,7 +117,7 @@ class ModelChoice:
         deadline = _deadline(model, timeout)
         caller = caller_of(self._request)
         async with _until(deadline, model.engine):
-            at_step = await model.history.open(step, caller)
+            at_step = await _unless_gone(self._request, model.history.open(step, caller))
         self._ends.append(partial(model.history.close, step, caller))
         return self._context(at_step, deadline)
 
@@ -162,6 +151,22 @@ async def _until(deadline: float | None, engine: AsyncEngine) -> AsyncIterator[N
             yield
     except TimeoutError as error:
         raise timed_out("before the request was computed") from error
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`. If the client leaves, which a plain handler would not notice, cancel the work
+    and raise ApiError."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise client_gone()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def events_of(submission: Submission) -> AsyncIterator[Event]:

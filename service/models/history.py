@@ -20,7 +20,7 @@ from logitd.model.plural import pluralize
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import SHUTTING_DOWN, AsyncEngine
 from logitd.service.engine.submission import EngineStopped
-from logitd.service.errors import bad_request, queue_full
+from logitd.service.errors import bad_request, client_gone, queue_full
 
 REMEMBERED_SECONDS = 10.0
 """Time for which a refused caller counts as waiting. The refusal asks it to try again after 1
@@ -67,8 +67,10 @@ class History(Generic[Model]):
         self._uses[step, caller] += 1
         try:
             if (model := self._ready(step)) is None:
-                # If this client leaves, the step is loaded for the next one.
+                # If this client leaves while the step is loaded, it is kept for the next one.
                 loading = asyncio.ensure_future(self._load_step(step, caller))
+                # Retrieve its error, or asyncio warns if the client has left.
+                loading.add_done_callback(lambda task: task.cancelled() or task.exception())
                 model = await asyncio.shield(loading)
         except BaseException:
             self.close(step, caller)
@@ -90,12 +92,19 @@ class History(Generic[Model]):
         await asyncio.gather(*(m.engine.stop(drain_timeout) for m in self._loaded.values()))
 
     def _check_share(self, step: int, caller: str) -> None:
-        """Raise ApiError if other callers wait for a step, and with this one the caller would use
-        more than its share of the steps in memory."""
+        """Raise ApiError if the caller would use more steps than fit into memory. The limit is its
+        share of them if other callers wait for a step."""
         oldest = time.monotonic() - REMEMBERED_SECONDS
         self._refused = {name: at for name, at in self._refused.items() if at > oldest}
         callers = {caller, *self._refused, *(name for _, name in self._uses)}
         own = {step, *(used for used, name in self._uses if name == caller)}
+        if len(own) > self._most:
+            raise queue_full(
+                f"with step {step} you would use {len(own)} steps at the same time, but at most "
+                f"{self._most} are in memory; try again in about 1 s, or raise --history-steps",
+                retry_after=1,
+                limit=Limit.STEPS,
+            )
         if self._refused.keys() - {caller} and len(own) > max(1, self._most // len(callers)):
             raise queue_full(
                 f"another caller waits for one of the {self._most} steps in memory, and with step "
@@ -118,6 +127,8 @@ class History(Generic[Model]):
             if self._closed:
                 raise EngineStopped(SHUTTING_DOWN)
             if (model := self._ready(step)) is None:
+                if not any(used == step for used, _ in self._uses):
+                    raise client_gone()
                 await self._make_room(caller)
                 model = self._loaded[step] = await self._load(path)
             return model

@@ -23,6 +23,7 @@ from logitd.service.openai.chat_schemas import ChatReply, ChatRequest
 from logitd.service.openai.completions import CompletionFormat
 from logitd.service.openai.schemas import CompletionReply, CompletionRequest, Model, ModelList
 from logitd.service.openai.translate import (
+    Constraint,
     constraint_of,
     native_chat,
     native_completion,
@@ -57,7 +58,7 @@ async def completions(
     constraint = constraint_of(body)
     with param_names(constraint):
         native = native_completion(body, constraint)
-        generation = await _begin(native, context, formatted)
+        generation = await _begin(native, context, formatted, constraint)
     return await replies.respond(generation, context, stream=native.stream)
 
 
@@ -85,7 +86,10 @@ async def chat_completions(
             prompt = await chat_prompt(body, context.subject)
         native = native_chat(body, prompt, context.checkpoint.tokenizer, constraint)
         generation = await _begin(
-            native, context, lambda _: ChatFormat(body, context.model.name, context.checkpoint)
+            native,
+            context,
+            lambda _: ChatFormat(body, context.model.name, context.checkpoint),
+            constraint,
         )
     return await replies.respond(generation, context, stream=native.stream)
 
@@ -104,11 +108,14 @@ async def _begin(
     native: generate.GenerateRequest,
     context: RequestContext,
     formatted: Callable[[Completions], replies.ResponseFormat],
+    constraint: Constraint | None,
 ) -> replies.Generation:
-    """Plan and submit a native request. `formatted` creates the formatter of its replies."""
+    """Plan and submit a native request. `formatted` creates the formatter of its replies.
+    `constraint` is named in errors that occur while it generates."""
     planning = generate.plan(native, context.subject, clamp_max_tokens=True)
     plan = cast(Completions, await make_plan(planning, native, context))
-    return replies.Generation(plan, context, formatted(plan))
+    names = {} if constraint is None else {constraint.native: constraint.field}
+    return replies.Generation(plan, context, formatted(plan), names)
 
 
 # GET /v1/models

@@ -152,7 +152,10 @@ def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
     try:
         yield
     except (ApiError, InvalidRequest) as error:
-        error.param = names.get(error.param or "", error.param)
+        native = error.param or ""
+        error.param = names.get(native, error.param)
+        if isinstance(error, ApiError) and error.message.startswith(f"{native}: "):
+            error.message = f"{error.param}{error.message.removeprefix(native)}"
         raise
 
 

@@ -15,6 +15,7 @@ import torch
 from logitd.model import llm as llm_module
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference import reference
+from logitd.model.inference.errors import ConstraintError
 from logitd.model.inference.sweep import Axis
 from logitd.model.llm import (
     LLM,
@@ -27,6 +28,7 @@ from logitd.model.llm import (
 )
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import Steps, StepsMatcher
 from tests.model.inference.served import forward_as_served
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +155,33 @@ def test_stop_string_ends_its_sequence_alone(llm: LLM) -> None:
     other = [each for each in (*before, *parts) if each.prompt_index == 0]
     assert len(joined(other)[1]) == 40
     assert other[-1].finish_reason == "length"
+
+
+class FailsAt(Steps):
+    """Fails when the token with the number `by` is known."""
+
+    def matcher(self) -> StepsMatcher:
+        return Failing(self)
+
+
+class Failing(StepsMatcher):
+    def allowed(self) -> np.ndarray:
+        return np.arange(self.steps.vocab_size) == 65
+
+    def advance(self, token_id: int) -> None:
+        super().advance(token_id)
+        if self.place == self.steps.by:
+            raise ConstraintError("too long")
+
+
+def test_error_after_a_stop_string_does_not_fail_the_sequence(llm: LLM) -> None:
+    """The server also answers then. The constraint fails in the step of the last token."""
+    constraint = FailsAt(llm.checkpoint.shape.vocab_size, by=3)
+    constrained = SamplingParams(max_tokens=9, constraint=constraint)
+    with pytest.raises(GenerationError, match="too long"):
+        llm.generate("a", constrained)
+    (completion,) = llm.generate("a", constrained, stop=["AAA"])
+    assert (completion.text, completion.finish_reason) == ("", "stop")
 
 
 def test_streams_can_be_read_alternately(llm: LLM) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.inference.sampling.sampler import NOT_FINITE
 from logitd.service.engine.admission import Limit, QueueFull
 from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import (
@@ -38,6 +39,13 @@ def failure(event: FinishEvent) -> ApiError | None:
     except ApiError as error:
         return error
     return None
+
+
+def test_logits_that_are_not_finite_are_named_as_the_cause() -> None:
+    error = failure(finished(FinishReason.ERROR, NOT_FINITE.message))
+    assert error is not None
+    assert "not finite" in error.message
+    assert "checkpoint" in error.message
 
 
 # The shape

@@ -206,17 +206,23 @@ class Engine:
         events += [self._finish(sequence, FinishReason.UNREAD) for sequence in plan.given_up]
         if on_compute is not None:
             on_compute()
-        prefill_seconds, together = None, False
-        if plan:
+        prefill_seconds: float | None = 0.0
+        together = False
+        for part in self._runner.parts(plan):
             try:
                 # 3) Compute it.
-                output = self._runner.run(plan)
-            except Exception as error:  # it ends only the sequences of the plan
-                events += self._fail(plan, error)
+                output = self._runner.run(part)
+            except Exception as error:  # it ends only the sequences of the part
+                events += self._fail(part, error)
+                prefill_seconds = None
             else:
                 # 4) Update the sequences and create events.
-                self._account(plan, output, events)
-                prefill_seconds, together = output.prefill_seconds, output.together
+                self._account(part, output, events)
+                together = output.together
+                if prefill_seconds is not None and output.prefill_seconds is not None:
+                    prefill_seconds += output.prefill_seconds
+                else:
+                    prefill_seconds = None
         if plan.attribution is not None:
             events += self._attribute(plan.attribution)
         self._scheduler.stepped(plan, self.clock(), prefill_seconds, together=together)
@@ -284,13 +290,11 @@ class Engine:
         for chunk in plan.prefill:
             sequence = chunk.sequence
             self._scheduler.prefilled(chunk, now)
-            scores, outputs = output.scores.get(sequence, ()), output.outputs.get(sequence)
-            if scores is None or isinstance(outputs, str):
-                reason = outputs if isinstance(outputs, str) else NOT_FINITE.message
-                events.append(self._not_finite(sequence, reason))
+            if sequence in output.unusable:
+                events.append(self._not_finite(sequence))
                 continue
-            events += scores
-            if outputs is not None:
+            events += output.scores.get(sequence, ())
+            if (outputs := output.outputs.get(sequence)) is not None:
                 self._scheduler.charge(sequence, len(outputs.positions), now)
                 events.append(outputs)
             if chunk.completes_prompt and not sequence.tokens_left:
@@ -333,8 +337,8 @@ class Engine:
                 event = TokenEvent(sequence.request_id, sequence.index, token_id)
             case ScoredToken(token_id, chosen, top):
                 event = TokenEvent(sequence.request_id, sequence.index, token_id, chosen, top)
-            case SampleError(message, None):
-                events.append(self._not_finite(sequence, message))
+            case SampleError() if result == NOT_FINITE:
+                events.append(self._not_finite(sequence))
                 return
             case SampleError(message, param):
                 events.append(self._finish_with_error(sequence, message, param))
@@ -387,17 +391,22 @@ class Engine:
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        # The failed step may have written anything into the cache, so no slot may be copied.
-        self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
-        return [self._finish_with_error(sequence, message) for sequence in computed]
+        events = [self._finish_with_error(sequence, message) for sequence in computed]
+        # The failed step may have written anything into the cache, so no slot may be copied. This
+        # comes last, because the end of a sequence shares its slot.
+        self._scheduler.slots.forget()
+        return events
 
-    def _not_finite(self, sequence: Sequence, message: str) -> Event:
-        """End a sequence whose logits are not finite. If its request has interventions, the `param`
-        of the error names them."""
-        param = PARAM if sequence.request.interventions else None
-        return self._finish_with_error(sequence, message, param)
+    def _not_finite(self, sequence: Sequence) -> Event:
+        """End a sequence whose logits are not `usable`. If its request has interventions, the
+        `param` of the error names them."""
+        message = NOT_FINITE.message
+        if not sequence.request.interventions:
+            return self._finish_with_error(sequence, message)
+        advice = "use smaller factors and values"
+        return self._finish_with_error(sequence, f"{message}; {advice}", PARAM)
 
     def _finish_with_error(
         self, sequence: Sequence, message: str, param: str | None = None

@@ -7,7 +7,6 @@ recorded or changed, are computed one by one (`TappedPasses`, of a GPT or of an 
 Shapes: P requested positions, T positions of a chunk, V = vocab_size.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
@@ -35,13 +34,12 @@ from logitd.model.inference.kernels.eager.taps import Changes, PieceTap, Readers
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.lens import LensDigest, lens_width
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.sampling.sample import usable
 from logitd.model.inference.sampling.sampler import ListedIds, RowContext, process
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.transformer.config import BLOCK, GPTConfig, ModelConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import Key, match_stages
-
-NOT_FINITE = "the logits of the head or of a layer are not finite"
 
 
 def prefill_input(
@@ -171,19 +169,18 @@ class OutputsComputer:
         self._decoder = decoder
         self._tapped = tapped
 
-    def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> OutputsChunk | str:
+    def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> OutputsChunk | None:
         """Compute a chunk and its outputs, except outputs that were delivered before an eviction.
-        Returns the reason if the outputs are invalid."""
+        Returns None if the logits of a position are not `usable`."""
         output, valid = request.output, True
         positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]
         compute_pass = self._tapped_pass if chunk.sequence.tapped else self._plain_pass
         hidden, values = compute_pass(chunk, output, offsets)
         if isinstance(output, Logits):
-            values = self._logits(chunk.sequence, output, positions, hidden)
-            # Do not use isfinite, because processing sets dropped ids to -inf. A NaN makes the
-            # maximum NaN.
-            valid = not values.numel() or bool(values.amax() < math.inf)
+            logits = self._decoder.head(hidden)
+            valid = bool(usable(logits).all())
+            values = self._logits(chunk.sequence, output, positions, logits)
         elif isinstance(output, HiddenStates):
             values = values.transpose(0, 1)  # (P, layers, d_model)
         elif isinstance(output, Lens):
@@ -192,7 +189,7 @@ class OutputsComputer:
             values = self._lens(output, values, hidden, following)
             valid = bool(values.isfinite().all())
         if not valid:
-            return NOT_FINITE
+            return None
         return OutputsChunk(request.request_id, positions, values.float().cpu().numpy())
 
     def _plain_pass(
@@ -292,10 +289,9 @@ class OutputsComputer:
         sequence: engine_sequence.Sequence,
         asked: Logits,
         positions: tuple[int, ...],
-        hidden: Tensor,
+        logits: Tensor,
     ) -> Tensor:
-        """Logits (P, columns) of final hidden states (P, d_model)."""
-        logits = self._decoder.head(hidden)
+        """The requested logits (P, columns) of computed logits (P, V)."""
         if asked.processing is not None:
             listed = listed_ids(sequence.group, asked.processing, logits)
             contexts = []

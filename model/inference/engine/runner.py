@@ -15,7 +15,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +51,7 @@ from logitd.model.inference.sampling.results import (
     SampleResult,
     ScoredToken,
 )
-from logitd.model.inference.sampling.sample import SamplingState
+from logitd.model.inference.sampling.sample import SamplingState, usable
 from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
 from logitd.model.owner_code.connection import CodeModel
 from logitd.model.transformer.autoencoder import WITHOUT, Autoencoder, Autoencoders
@@ -76,8 +75,10 @@ class StepOutput:
     later            samples of the later steps, if several were launched together
     verified         a sample after each token of a draft, on the assumption that all tokens up to
                      it are right
-    outputs          outputs of a chunk, or the reason why they are invalid
-    scores           events with the scores of a chunk; None if a logprob is NaN
+    outputs          outputs of a chunk
+    scores           events with the scores of a chunk
+    unusable         sequences that want outputs or scores of positions whose logits are not
+                     `usable`
     prefill_seconds  time of the prompts; None if the device computes asynchronously, or if one
                      pass computed them `together` with the decode step
     """
@@ -85,8 +86,9 @@ class StepOutput:
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
     later: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
     verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
-    outputs: dict[Sequence, OutputsChunk | str] = field(default_factory=dict)
-    scores: dict[Sequence, ScoreEvents | None] = field(default_factory=dict)
+    outputs: dict[Sequence, OutputsChunk] = field(default_factory=dict)
+    scores: dict[Sequence, ScoreEvents] = field(default_factory=dict)
+    unusable: set[Sequence] = field(default_factory=set)
     prefill_seconds: float | None = None
     together: bool = False
 
@@ -214,6 +216,17 @@ class Runner:
     def close(self) -> None:
         self.model.close()
 
+    def parts(self, plan: StepPlan) -> list[StepPlan]:
+        """The parts of a plan that are computed one after the other. An error ends only the
+        sequences of its part. The owner's code computes each sequence separately, except with
+        `--batch-code`."""
+        if not isinstance(self.model.network, CodeModel) or self.model.network.together:
+            return [plan] if plan else []
+        return [
+            *(StepPlan((chunk,), ()) for chunk in plan.prefill),
+            *(StepPlan((), (sequence,)) for sequence in plan.decode),
+        ]
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Carry out a plan. Its decode steps may have been launched by an earlier call."""
@@ -311,7 +324,9 @@ class Runner:
         for chunk in chunks:
             if (request := chunk.sequence.outputs) is not None:
                 outputs = self.model.outputs.compute(chunk, request)
-                if isinstance(outputs, str) or outputs.positions:
+                if outputs is None:
+                    output.unusable.add(chunk.sequence)
+                elif outputs.positions:
                     output.outputs[chunk.sequence] = outputs
 
     def _mixed_pass(self, plan: StepPlan, rows: DecodeRows) -> MixedPass | None:
@@ -340,11 +355,15 @@ class Runner:
         for chunk, states in zip(chunks, hidden, strict=True):
             scoring = chunk.sequence.scoring
             if scoring is not None and chunk.end > scoring.start:
-                output.scores[chunk.sequence] = self._scores(chunk, states, scoring)
+                scores = self._scores(chunk, states, scoring)
+                if scores is None:
+                    output.unusable.add(chunk.sequence)
+                else:
+                    output.scores[chunk.sequence] = scores
 
     def _scores(self, chunk: PrefillChunk, hidden: Tensor, scoring: Scoring) -> ScoreEvents | None:
-        """Events with the scores of a chunk; None if a logprob is NaN. A row scores the token after
-        its position, so a prompt's first token has no score."""
+        """Events with the scores of a chunk; None if a row of logits is not `usable`. A row scores
+        the token after its position, so a prompt's first token has no score."""
         sequence, first = chunk.sequence, max(chunk.start, scoring.start)
         request_id, index = sequence.request_id, sequence.index
         hidden = hidden[first - chunk.start :]
@@ -356,14 +375,13 @@ class Runner:
             targets = following[start : start + BLOCK]
             logits = self.model.decoder.head(hidden[start : start + len(targets)])
             with self._apart_from_decoder():
+                if not usable(logits).all():
+                    return None
                 if scoring.arrays:
                     rows = score_rows(logits, targets, scoring.top)
                     arrays.append(ScoresChunk(request_id, index, first + 1 + start, rows))
                 else:
                     tokens += score(logits, targets, scoring.top)
-        logprobs = [token.chosen.logprob for token in tokens if token.chosen is not None]
-        if any(np.isnan(row).any() for row in (logprobs, *(c.scores.logprobs for c in arrays))):
-            return None
         if scoring.arrays:
             return [*arrays]
         if first == 0 and scoring.whole:

@@ -83,11 +83,17 @@ def sampling_rows(rows: Iterable[SamplingRow]) -> SamplingRows:
     )
 
 
+def usable(logits: Tensor) -> Tensor:
+    """Booleans (R,): true for rows of the model's logits (R, V), before processing, whose
+    magnitudes are at most LARGEST_LOGIT. Every operation refuses other rows."""
+    # In float32, because LARGEST_LOGIT would be infinite in float16. A NaN makes the maximum NaN.
+    return logits.abs().amax(dim=-1).float() <= LARGEST_LOGIT
+
+
 def sample_tokens(logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
     """Sample a token from each row of `logits` (R, V), float32. `computed` (R, V) are the model's
-    logits before processing: if a row of them is not finite or exceeds LARGEST_LOGIT, its token is
-    None."""
-    usable = (computed.abs().amax(dim=-1) <= LARGEST_LOGIT).tolist()  # false for NaN too
+    logits before processing: the token of a row that is not `usable` is None."""
+    fine = usable(computed).tolist()
     token_ids = [0] * len(sampling)
     greedy = np.flatnonzero(sampling["divisor"] == 0).tolist()
     if greedy:
@@ -100,7 +106,7 @@ def sample_tokens(logits: Tensor, computed: Tensor, sampling: SamplingRows) -> l
         picked = _invert_cdf(filtered(logits[random], chosen), chosen)
         for i, token_id in zip(random, picked, strict=True):
             token_ids[i] = token_id
-    return [token_id if ok else None for token_id, ok in zip(token_ids, usable, strict=True)]
+    return [token_id if ok else None for token_id, ok in zip(token_ids, fine, strict=True)]
 
 
 def filtered(logits: Tensor, sampling: SamplingRows) -> Tensor:

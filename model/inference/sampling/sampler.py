@@ -50,6 +50,7 @@ from logitd.model.inference.sampling.results import (
     ScoredToken,
 )
 from logitd.model.inference.sampling.sample import (
+    LARGEST_LOGIT,
     SampleFn,
     SamplingRows,
     filtered,
@@ -90,7 +91,10 @@ class RowContext:
     allowed: Any = None  # the mask of its constraint: NumPy booleans (V,)
 
 
-NOT_FINITE = SampleError("the model computed logits that are not finite for this sequence")
+NOT_FINITE = SampleError(
+    f"a logit that the model computed for this sequence is not finite, or beyond ±{LARGEST_LOGIT:g}"
+)
+"""The error of a sequence with a row of logits that is not `usable`."""
 
 
 def sample(

@@ -2,10 +2,12 @@
 
 These are the requests, each followed by its replies. What follows a `+` is the frame's array.
 
-  {"lengths": [n, ...], "firsts": [...], "ends": [...], "slots": [...], "visit": [names]} + ids
+  {"lengths": [n, ...], "firsts": [...], "ends": [...], "slots": [slot or null, ...],
+   "continues": bool, "visit": [names]} + ids
       for each visited stage, {"stage": name} + values (1, T, ...); the other process answers
       {"changed": true} + values, or {"changed": false}
-      {} + logits (rows, V), for positions [first, end) of each sequence
+      {} + logits (rows, V), for positions [first, end) of each sequence. If it `continues`, the
+      first ids, all but the last, were the last request of its slot
   {"lens": true} + values (P, d)
       {} + logits (P, V), computed by the final norm and the head
 
@@ -55,7 +57,7 @@ class Answerer:
         self._lens = lens
         self._has_state = hasattr(caller.model, STATE_METHOD)
         self._states: dict[int, tuple[list[int], Any]] = {}
-        self._last: tuple[list[int], Tensor] | None = None
+        self._last: tuple[tuple[int | None, list[int]], Tensor] | None = None
 
     def run(self, context: int) -> None:
         """Announce that the model is ready, then answer requests. Raises EOFError or OSError when
@@ -73,37 +75,55 @@ class Answerer:
     def _pass(self, header: dict[str, Any], ids: Tensor) -> Tensor:
         sequences = list(self._order[ids].split(header["lengths"]))
         if header["visit"]:
-            logits = [self._visited(sequences[0], header["firsts"][0], header["visit"])]
+            (first,), (end,) = header["firsts"], header["ends"]
+            logits = [self._visited(sequences[0], first, end, header["visit"])]
         elif self._together and len(sequences) > 1:
             logits = self._batch(sequences, header["firsts"])
         else:
-            each = zip(sequences, header["firsts"], header["slots"], strict=True)
-            logits = [self._alone(*one) for one in each]
+            each = zip(*(header[name] for name in ("firsts", "ends", "slots")), strict=True)
+            logits = [
+                self._alone(ids, *one, continues=header["continues"])
+                for ids, one in zip(sequences, each, strict=True)
+            ]
         ends = zip(logits, header["firsts"], header["ends"], strict=True)
         return self._columns(torch.cat([rows[: end - first] for rows, first, end in ends]))
 
-    def _alone(self, ids: Tensor, first: int, slot: int) -> Tensor:
-        """Logits (T - first, rows) of one sequence. If several positions are requested, the logits
-        of the whole sequence are kept until those of another sequence are requested, because the
-        logits of a long prompt are requested in several parts."""
+    def _alone(
+        self, ids: Tensor, first: int, end: int, slot: int | None, *, continues: bool
+    ) -> Tensor:
+        """Logits (at least end - first, rows) of one sequence, from position `first` on. If several
+        positions are requested, the logits of the whole sequence are kept until those of another
+        sequence are requested, because the logits of a long prompt are requested in several
+        parts."""
         listed: list[int] = ids.tolist()
-        if self._has_state:
-            return self._continued(ids, listed, first, slot)
-        if first == len(listed) - 1:
-            return self._caller.logits(ids[None], self._rows, first)[0]
-        if self._last is None or self._last[0] != listed:
-            self._last = listed, self._caller.logits(ids[None], self._rows)[0]
-        return self._last[1][first:]
+        of_slot = slot if self._has_state else None
+        if of_slot is not None and continues:
+            return self._with_state(ids, listed, of_slot, continues=True)[-1:]
+        if self._last is not None and self._last[0] == (of_slot, listed):
+            return self._last[1][first:]
+        is_last = first == len(listed) - 1
+        if of_slot is not None:
+            logits = self._with_state(ids, listed, of_slot, continues=False)
+        elif is_last or self._caller.only_last:
+            return self._caller.logits(ids[None, :end], self._rows, first)[0]
+        else:
+            logits = self._caller.logits(ids[None], self._rows)[0]
+        if not is_last:
+            self._last = (of_slot, listed), logits
+        return logits[first:]
 
-    def _continued(self, ids: Tensor, listed: list[int], first: int, slot: int) -> Tensor:
-        """The same logits as `_alone`, computed with the model's own cache. The cached state is
-        reused if it belongs to the beginning of the sequence."""
-        known, state = self._states.pop(slot, ([], None))
-        if not len(known) <= first or listed[: len(known)] != known:
+    def _with_state(self, ids: Tensor, listed: list[int], slot: int, *, continues: bool) -> Tensor:
+        """Logits of the last id, if the sequence `continues`, or else of all ids, computed with the
+        model's own cache. A sequence that begins computes all of its ids, so that its bits do not
+        depend on the sequence that had its slot before."""
+        known, state = self._states.pop(slot, ([], None)) if continues else ([], None)
+        if known != listed[:-1]:  # such as after a restart of this process
             known, state = [], None
+        if self._last is not None and self._last[0][0] == slot:
+            self._last = None
         logits, state = with_state(self._caller.model, ids[None, len(known) :], state, self._rows)
         self._states[slot] = listed, state
-        return logits[0, first - len(known) :]
+        return logits[0]
 
     def _batch(self, sequences: Sequence[Tensor], firsts: Sequence[int]) -> list[Tensor]:
         padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
@@ -113,10 +133,11 @@ class Answerer:
             for rows, ids, first in zip(logits, sequences, firsts, strict=True)
         ]
 
-    def _visited(self, ids: Tensor, first: int, names: Sequence[str]) -> Tensor:
-        """Logits (T - first, rows) of a pass in which the other process may read and change stages.
-        If the model returns logits only for the last position, it is also called for prefixes of
-        the sequence. These calls reuse the stage values of the call for the whole sequence."""
+    def _visited(self, ids: Tensor, first: int, end: int, names: Sequence[str]) -> Tensor:
+        """Logits (end - first, rows) of a pass in which the other process may read and change
+        stages. If the model returns logits only for the last position, it is also called for
+        prefixes of the sequence. These calls reuse the stage values of the call for the whole
+        sequence."""
         met: dict[str, Tensor] = {}
 
         def visit(name: str, value: Tensor) -> Tensor:
@@ -136,7 +157,7 @@ class Answerer:
             return met[name]
 
         with visiting(self._caller.model, names, visit):
-            logits = self._caller.logits(ids[None], self._rows, first)[0]
+            logits = self._caller.logits(ids[None], self._rows, first, end)[0]
         if missing := sorted(set(names) - met.keys()):
             raise Problem(f"submodule {missing[0]} was not called in a pass over {len(ids)} ids")
         return logits

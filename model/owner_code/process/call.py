@@ -31,7 +31,8 @@ STATE_METHOD = "logits_and_state"
 class Caller:
     """Calls a model. `expression` is evaluated instead of `model(ids)`; it may use `model`, `ids`,
     `torch` and the names of the owner's file. `length` is the number of ids in the current or last
-    call."""
+    call. `only_last` is true after a call that returned logits for the last of several positions
+    only."""
 
     def __init__(
         self,
@@ -41,31 +42,43 @@ class Caller:
     ) -> None:
         self.model = model
         self.length = 0
+        self.only_last = False
         self._names = {} if module is None else vars(module)
         self._code = None if expression is None else compile(expression, "<--code-call>", "eval")
 
     @torch.no_grad()
     def logits(
-        self, token_ids: Tensor, rows: int, first: int = 0, *, seeded: bool = True
+        self,
+        token_ids: Tensor,
+        rows: int,
+        first: int = 0,
+        end: int | None = None,
+        *,
+        seeded: bool = True,
     ) -> Tensor:
-        """Logits (B, T - first, rows) of ids (B, T), from position `first` on. If the model returns
-        logits for the last position only, it is also called for every prefix. Every call starts
-        from the same random seed unless `seeded` is False. Raises Problem."""
+        """Logits (B, end - first, rows) of the positions [first, end) of ids (B, T); by default, up
+        to the last position. If the model returns logits for the last position only, it is also
+        called for the prefix of each other position. Every call starts from the same random seed
+        unless `seeded` is False. Raises Problem."""
         length = token_ids.shape[1]
+        end = length if end is None else end
         logits = self._returned(token_ids, rows, seeded=seeded)
         if logits.dim() == 2 and len(logits) == token_ids.numel() and length > 1:
             logits = logits.view(*token_ids.shape, -1)  # (B * T, V) to (B, T, V)
         if logits.dim() == 3 and logits.shape[1] == length:
-            return logits[:, first:, :rows].float().contiguous()
-        ends = range(first + 1, length)
-        outs = [self._returned(token_ids[:, :end], rows, seeded=seeded) for end in ends]
-        last = [out[:, -1] if out.dim() == 3 else out for out in (*outs, logits)]
+            return logits[:, first:end, :rows].float().contiguous()
+        self.only_last = length > 1
+        prefixes = (token_ids[:, :count] for count in range(first + 1, min(end + 1, length)))
+        outs = [self._returned(prefix, rows, seeded=seeded) for prefix in prefixes]
+        if end == length:
+            outs.append(logits)
+        last = [out[:, -1] if out.dim() == 3 else out for out in outs]
         if any(out.shape[0] != len(token_ids) for out in last):
             raise Problem(
                 f"the model returns logits of shape {list(logits.shape)} for ids of shape "
                 f"{list(token_ids.shape)}; expected (batch, positions, vocabulary)"
             )
-        return torch.stack(last, dim=1)[..., :rows].float().contiguous()  # (B, T - first, V)
+        return torch.stack(last, dim=1)[..., :rows].float().contiguous()  # (B, end - first, V)
 
     @torch.no_grad()
     def width(self, token_ids: Tensor) -> int:

@@ -45,12 +45,15 @@ class Asker:
         firsts: Sequence[int] | None = None,
         slots: Sequence[int] | None = None,
         visit: dict[str, Visit] | None = None,
+        ends: Sequence[int] | None = None,
+        continues: bool = False,
     ) -> Any:
         header = {
             "lengths": [len(ids) for ids in sequences],
             "firsts": firsts or [0] * len(sequences),
-            "ends": [len(ids) for ids in sequences],
+            "ends": ends or [len(ids) for ids in sequences],
             "slots": slots or list(range(len(sequences))),
+            "continues": continues,
             "visit": list(visit or {}),
         }
         ids = torch.tensor([token_id for ids in sequences for token_id in ids])
@@ -95,7 +98,7 @@ def test_logits_are_those_of_the_class(kind: str) -> None:
         expected = torch.cat([of_class(model, FIRST)[2:], of_class(model, SECOND)])
         assert torch.allclose(got, expected, atol=1e-5)
         for end in range(1, len(FIRST)):  # one decode step after another
-            got = asker.logits(FIRST[:end], firsts=[end - 1])
+            got = asker.logits(FIRST[:end], firsts=[end - 1], continues=end > 1)
             assert torch.allclose(got, of_class(model, FIRST[:end])[-1:], atol=1e-5)
 
 
@@ -111,12 +114,30 @@ def test_own_cache_continues_only_its_sequence() -> None:
     model.logits_and_state = counted
     with answering(model) as asker:
         asker.logits(FIRST, slots=[0])
-        asker.logits([*FIRST, 8], firsts=[len(FIRST)], slots=[0])
+        asker.logits(FIRST, firsts=[3], slots=[0])
+        asker.logits([*FIRST, 8], firsts=[len(FIRST)], slots=[0], continues=True)
         assert calls == [7, 1]
         other = [*SECOND, *FIRST]  # another sequence takes the slot
         got = asker.logits(other, firsts=[9], slots=[0])
         assert calls == [7, 1, 10]
         assert torch.allclose(got, of_class(model, other)[-1:], atol=1e-5)
+        asker.logits([*other, 1], firsts=[10], slots=[0])  # begins with the text of another
+        assert calls == [7, 1, 10, 11]
+
+
+def test_model_that_returns_the_last_position_computes_the_requested_prefixes() -> None:
+    model = made("LastOnly")
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda module, given: calls.append(given[0].shape[1]))
+    expected = of_class(made("Mixture"), FIRST)
+    with answering(model) as asker:
+        calls.clear()
+        got = asker.logits(FIRST, firsts=[2], ends=[4])
+        assert sorted(calls) == [3, 4]
+        assert torch.allclose(got, expected[2:4], atol=1e-6)
+        got = asker.logits(FIRST, firsts=[2], ends=[4], visit={"h.0.attn": lambda name, x: x})
+        assert sorted(calls[2:]) == [3, 4, 7]
+        assert torch.allclose(got, expected[2:4], atol=1e-6)
 
 
 @pytest.mark.parametrize("together", [False, True])

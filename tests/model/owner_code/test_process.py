@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from logitd.model.checkpoint.load import read_sources
 from logitd.model.convert.by_code import CodeOptions, import_by_code
 from logitd.model.convert.by_role.owner_code import parse_owner_code
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.llm import GenerationError
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
@@ -30,7 +33,7 @@ def code_model(path: Path, seconds: float = 60) -> CodeModel:
     return CodeModel(info.shape, *read_sources(info), 1, seconds=seconds)
 
 
-def test_crash_fails_its_step_and_restarts_the_process(tmp_path: Path) -> None:
+def test_crash_fails_its_sequence_and_restarts_the_process(tmp_path: Path) -> None:
     path = imported("Crashing", tmp_path)
     with LLM(path, run_code=True) as llm:
         before = llm.logits([1, 2, 3])
@@ -48,6 +51,12 @@ def test_crash_fails_its_step_and_restarts_the_process(tmp_path: Path) -> None:
         assert len(llm.generate([[7, 2]], greedy)[0].token_ids) == 2
         with pytest.raises(Exception, match=r"owner\.py:Crashing: its forward failed .* out of or"):
             llm.logits([8, 1, 1, 1, 1])
+        engine, params = llm._engine, replace(greedy, max_tokens=1, seed=0)
+        for name, ids in (("bad", (8, 1, 1, 1, 1)), ("good", (1, 2, 3))):
+            engine.add(GenerationRequest(request_id=name, token_ids=ids, params=params))
+        events = engine.step().events
+        ended = {e.request_id: e.reason for e in events if isinstance(e, FinishEvent)}
+        assert ended == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
         assert (llm.logits([1, 2, 3]) == before).all()
 
 

@@ -114,3 +114,18 @@ async def test_failed_engine_delivers_computed_tokens(logged_errors: list[str]) 
         await submission.take()
     await owner.stop(TEST_TIMEOUT)
     logged_errors.clear()
+
+
+async def test_engine_that_fails_to_close_still_stops(
+    logged_errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny()
+
+    def close() -> None:
+        raise OSError("the folder of the process is gone")
+
+    monkeypatch.setattr(engine, "close", close)
+    async with asyncio.timeout(TEST_TIMEOUT), running(engine) as (owner, _):
+        await rest(owner.submit([generation("a")]))
+    assert "the folder of the process is gone" in "".join(logged_errors)
+    logged_errors.clear()

@@ -144,6 +144,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 }
 
 
+DEAD_END = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
+"""A grammar that no text matches."""
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
     fields, param, words = REFUSED[name]
@@ -155,12 +159,11 @@ def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
 
 def test_dead_end_of_a_constraint_is_reported(server: Serving) -> None:
     """The constraint compiles, because the trial compilation does not reach its dead end."""
-    dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
-    error = server.refused("/generate", {"prompt": "x", "grammar": dead_end})
+    error = server.refused("/generate", {"prompt": "x", "grammar": DEAD_END})
     assert (error.param, error.code) == ("grammar", "constraint_failed")
     assert error.message == "grammar: no text matches from here on"
     chunks = events(
-        server.post("/generate", {"prompt": "x", "grammar": dead_end, "stream": True}).content
+        server.post("/generate", {"prompt": "x", "grammar": DEAD_END, "stream": True}).content
     )
     assert chunks[-1]["error"]["code"] == "constraint_failed"
     server.wait_idle()

@@ -308,3 +308,32 @@ async def test_without_a_compiler_the_reason_is_given() -> None:
     error = await error_of(b.constraints.compiled(GOOD))
     assert (error.status, error.message) == (400, "regex: constraints need llguidance")
     assert b.constraints.tried == []
+
+
+async def test_sandbox_starts_in_one_thread_even_if_clients_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sandbox, began, go = Sandbox(TOKENIZER, memory=ROOM), threading.Event(), threading.Event()
+    running: list[str] = []
+    most = 0
+
+    def start() -> None:
+        nonlocal most
+        running.append("")
+        most = max(most, len(running))
+        began.set()
+        assert go.wait(TEST_TIMEOUT)
+        running.pop()
+        raise ConstraintsUnavailable("no sandbox")
+
+    monkeypatch.setattr(sandbox, "start", start)
+    constraints = Constraints(COMPILER, sandbox, timeout=1, metrics=Metrics().of("tiny"))
+    first = asyncio.create_task(constraints.compiled(GOOD))
+    await asyncio.to_thread(began.wait, TEST_TIMEOUT)
+    first.cancel()
+    began.clear()
+    second = asyncio.create_task(constraints.compiled(literal(1)))
+    await asyncio.sleep(0.02)
+    go.set()
+    assert "no sandbox" in (await error_of(second)).message
+    assert most == 1

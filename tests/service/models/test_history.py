@@ -201,6 +201,26 @@ def test_timeout_does_not_wait_for_the_step(run: Path) -> None:
         eventually(lambda: not history._uses)
 
 
+def test_caller_cannot_queue_more_loads_than_fit(run: Path) -> None:
+    """The loads of clients that have left are skipped."""
+    with serving(run, history=True, history_steps=2) as server:
+        history = server.served.history
+        assert history is not None
+        lock = history._lock  # held while a step is loaded
+        asyncio.run_coroutine_threadsafe(lock.acquire(), server.loop).result(TEST_TIMEOUT)
+        with ExitStack() as stack:
+            for step in (1, 16):
+                raw = stack.enter_context(server.connect())
+                raw.sendall(request_bytes("/probs", {"prompt": "a", "step": step}))
+            eventually(lambda: len(history._uses) == 2)
+            error = server.refused("/probs", {"prompt": "a", "step": 4}, 429)
+            assert "3 steps at the same time, but at most 2" in error.message
+        eventually(lambda: not history._uses)
+        server.loop.call_soon_threadsafe(lock.release)
+        assert check_reply(ask(server, step=4)) == 4
+        assert list(history._loaded) == [4]
+
+
 def test_damaged_step_is_refused_and_others_are_served(run: Path, tmp_path: Path) -> None:
     (tmp_path / HISTORY).mkdir()
     for child in run.iterdir():

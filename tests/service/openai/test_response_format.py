@@ -8,7 +8,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.service.serving import Serving
+from tests.service.http.test_generate_constraints import DEAD_END
+from tests.service.serving import Serving, error_of, events
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -45,4 +46,17 @@ def test_schema_that_does_not_compile_names_the_clients_field(chatter: Serving, 
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "integr"}}}
     response = chatter.post(path, {**asked, "response_format": form})
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == "response_format"
+    error = error_of(response)
+    assert error.param == "response_format"
+    assert error.message.startswith("response_format: ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_dead_end_while_generating_names_the_clients_field(chatter: Serving, path: str) -> None:
+    prompt: Any = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = {**prompt, "max_tokens": 50}
+    error = chatter.refused(path, {**body, "guided_grammar": DEAD_END})
+    assert (error.param, error.code) == ("guided_grammar", "constraint_failed")
+    assert error.message.startswith("guided_grammar: ")
+    stream = chatter.post(path, {**body, "guided_grammar": DEAD_END, "stream": True})
+    assert events(stream.content)[-1]["error"]["param"] == "guided_grammar"

@@ -8,7 +8,8 @@ step in one pass per row. So the bits of a row do not depend on the batch, excep
 `--batch-code`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from logitd.model.inference.kernels.base import Decoder, Prefilled, PrefillInput
 from logitd.model.inference.kernels.eager.taps import PieceTap
 from logitd.model.owner_code.connection import CodeModel, Wanted
+from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.stages import Key
 
 
@@ -62,10 +64,7 @@ class CodeDecoder(Decoder):
             Wanted(self._prompt(piece), piece.start + piece.first, _end(piece), piece.slot)
             for piece in needed
         ]
-        logits = iter(())
-        if wanted:
-            rows = self._model.logits(wanted)
-            logits = iter(rows.split([one.end - one.first for one in wanted]))
+        logits = iter(self._logits(wanted))
         prefilled = []
         for piece in pieces:
             hidden = torch.empty(len(piece.token_ids), self._width)
@@ -82,7 +81,7 @@ class CodeDecoder(Decoder):
             self._cache.write(slot, position, [token_id])
             ids = self._cache.read(slot, position + 1)
             wanted.append(Wanted(ids, position, position + 1, slot))
-        return self._model.logits(wanted)
+        return self._model.logits(wanted, continues=True)
 
     def tapped(
         self, token_ids: Sequence[int], first: int, end: int, tap: PieceTap, keys: Collection[Key]
@@ -106,6 +105,15 @@ class CodeDecoder(Decoder):
     def close(self) -> None:
         self._model.close()
 
+    def _logits(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+        """The requested logits of each sequence. Without `--batch-code`, a block of positions is
+        requested at a time, because the time limit of a request also applies to a model that
+        returns the logits of the last position only, for which each position is a pass."""
+        if self._model.together:
+            rows = self._model.logits(wanted) if wanted else torch.empty(0, self._width)
+            return list(rows.split([one.end - one.first for one in wanted]))
+        return [torch.cat([self._model.logits([part]) for part in _blocks(one)]) for one in wanted]
+
     def _with_states(self, piece: PrefillInput) -> Prefilled:
         keys: list[Key] = [(None, name) for name in self._model.config.streams]
         rows = range(piece.start, _end(piece))
@@ -115,6 +123,11 @@ class CodeDecoder(Decoder):
 
     def _prompt(self, piece: PrefillInput) -> Sequence[int]:
         return piece.prompt or self._cache.read(piece.slot, _end(piece))
+
+
+def _blocks(wanted: Wanted) -> Iterator[Wanted]:
+    for first in range(wanted.first, wanted.end, BLOCK):
+        yield replace(wanted, first=first, end=min(first + BLOCK, wanted.end))
 
 
 def _end(piece: PrefillInput) -> int:

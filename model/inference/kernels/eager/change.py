@@ -81,7 +81,12 @@ class AppliedChange:
             case "scale":
                 return numbers * asked.factor
             case "clamp":
-                return numbers.clamp(asked.minimum, asked.maximum)
+                # As tensors, because torch raises an error for numbers beyond float16's range.
+                low, high = (
+                    None if bound is None else numbers.new_tensor(bound)
+                    for bound in (asked.minimum, asked.maximum)
+                )
+                return numbers.clamp(low, high)
             case "set":
                 return self._values_of(positions, rows, numbers)
             case "add":

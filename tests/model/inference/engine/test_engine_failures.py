@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason
-from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.engine.requests import GenerationRequest, Lens, Logits, Request
 from logitd.model.transformer.attention import Attend
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
@@ -19,6 +19,7 @@ from tests.model.inference.engine.harness import (
     params,
     random_prompt,
     run,
+    score_request,
     small_gpt,
 )
 from tests.model.inference.engine.test_against_reference import check_rows
@@ -105,6 +106,17 @@ def test_failed_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
     assert driven.drain()["again", 0].ended.cached_tokens == 96
 
 
+def test_failed_decode_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
+    """The end of a decoding sequence shares its slot, if prefill computes the same bits."""
+    prompt = random_prompt(random.Random(9), 100)
+    driven = Driven(failing_gpt(gpt, 2), prefill_chunk=128)
+    driven.engine._scheduler._share_decoded = True
+    driven.add(generation("fails", prompt))
+    driven.drain()
+    driven.add(generation("again", prompt))
+    assert driven.drain()["again", 0].ended.cached_tokens == 0
+
+
 def test_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, 3), slots=2, prefill_chunk=32)
     request = outputs_request("rows", random_prompt(random.Random(0), 100))
@@ -157,3 +169,29 @@ def test_non_finite_logits_fail_their_sequence_only() -> None:
     assert end.completion_tokens == 0
     for i in range(3):
         assert outcomes[str(i), 0].tokens == expected[str(i), 0].tokens
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        generation("r", [1, 2, 3]),
+        generation("r", [1, 2, 3], prompt_logprobs=0),
+        score_request("r", [1, 2, 3]),
+        outputs_request("r", [1, 2, 3], output=Logits()),
+        outputs_request("r", [1, 2, 3], output=Logits(columns=(1,))),
+        outputs_request("r", [1, 2, 3], output=Logits(processing=params())),
+        outputs_request("r", [1, 2, 3], output=Lens(layers=(2,), top_k=1)),
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinite_logit_of_one_id_is_an_error_of_every_request(
+    request_: Request, sign: int
+) -> None:
+    """All other logits are finite. A logit of -inf is not one that processing has dropped."""
+    broken = small_gpt(tied_head=False, head_bias=True)
+    broken.head.weight.data[7] = 0
+    broken.head.bias.data[7] = sign * torch.inf
+    ended = run(broken, request_)["r", 0].ended
+    assert ended.reason is FinishReason.ERROR
+    assert "not finite" in (ended.error or "")
+    assert ended.param is None

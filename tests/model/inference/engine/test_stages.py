@@ -323,8 +323,9 @@ def test_projecting_out_twice_equals_once(exact: GPT) -> None:
     assert_close(recorded(gpt, ask(Activations(stages=(stage,)), subtract))[stage], once)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_clamped_units_keep_their_bounds(dtype: torch.dtype) -> None:
+    """A bound may be beyond the range of the dtype."""
     gpt, stage = tiny_gpt(tiny_config()).to(dtype), "blocks.0.mlp.hidden"
     units = (1, 2, 5)
     clamp = Intervention(stage=stage, operation="clamp", units=units, minimum=-0.125, maximum=0.25)
@@ -334,6 +335,8 @@ def test_clamped_units_keep_their_bounds(dtype: torch.dtype) -> None:
     expected[:, units] = before[:, units].clip(-0.125, 0.25)
     assert torch.equal(after, expected)
     assert not torch.equal(after, before)
+    wide = Intervention(stage=stage, operation="clamp", minimum=-1e30, maximum=1e30)
+    assert torch.equal(recorded(gpt, ask(output, wide))[stage], before)
 
 
 @few_families
