@@ -1,6 +1,6 @@
 """Recognize: finds the role of each tensor by the words in its name and by its shape.
 
-1) Ignore tensors that are not weights: masks, rotary tables, integers.
+1) Ignore tensors that are not weights: causal masks, rotary tables, integers.
 2) Find the layers (`layers.py`): names that differ only in a number.
 3) Assign roles outside the layers, then inside a layer: projections (fused, separate or per head),
    a feed-forward of one, two or three matrices, and one or two norms.
@@ -25,6 +25,7 @@ from logitd.model.convert.by_role.layers import (
     modules_of,
     projection_of,
 )
+from logitd.model.convert.by_role.rotary_table import is_rotary, last_part
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     LAYER_ROLES,
@@ -46,6 +47,9 @@ all other matrices, the number of rows is the width of the stream."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices that may be square: all matrices of a layer, but not the head. The shape of a square
 matrix does not show whether it is stored (in, out)."""
+INTEGERS = (torch.int64, torch.int32)
+LARGEST_FILL = -1e4
+"""A tensor with one number of at most this fills the masked scores, as in GPT-2's `masked_bias`."""
 
 
 class NotRecognized(ConvertError):
@@ -87,14 +91,18 @@ def _in_order(names: Names) -> Names:
 
 
 def is_buffer(name: str, tensor: Tensor) -> bool:
-    """True if a tensor is not a weight, judged by its name, dtype and number of axes, and by
-    whether its values are a causal mask."""
-    last = name.rpartition(".")[2]
-    if words.matches(words.BUFFERS, last.lstrip("_")) or tensor.is_complex():
+    """True if a tensor is not a weight: a causal mask or the number that fills one, integers such
+    as the numbers of positions, a cache, or a rotary table."""
+    if is_causal_mask(tensor) or is_rotary(name, tensor):
         return True
+    last = last_part(name)
+    if tensor.dtype in INTEGERS:
+        square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] > 1
+        return not square and not words.matches(words.ROTARY, last)
     if not tensor.is_floating_point():
-        return tensor.dtype in (torch.bool, torch.int64, torch.int32) or tensor.dim() == 0
-    return tensor.dim() not in (1, 2, 3) or is_causal_mask(tensor)
+        return tensor.dim() == 0 and not tensor.is_complex()
+    fills_mask = tensor.numel() == 1 and float(tensor) <= LARGEST_FILL
+    return fills_mask or words.matches(words.CACHES, last)
 
 
 def is_causal_mask(tensor: Tensor) -> bool:
@@ -102,10 +110,12 @@ def is_causal_mask(tensor: Tensor) -> bool:
     after it."""
     if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] < 2:
         return False
-    square = tensor.reshape(-1, *tensor.shape[-2:])[0]
-    low, high = square[0, 0], square[0, -1]
-    lower = torch.ones_like(square, dtype=torch.bool).tril()
-    return bool(low != high and (square[lower] == low).all() and (square[~lower] == high).all())
+    squares = tensor.reshape(-1, *tensor.shape[-2:])
+    low, high = squares[0, 0, 0], squares[0, 0, -1]
+    lower = torch.ones_like(squares[0], dtype=torch.bool).tril()
+    return bool(
+        low != high and (squares[:, lower] == low).all() and (squares[:, ~lower] == high).all()
+    )
 
 
 def _give(names: Names, role: Role, module: Module) -> None:
@@ -147,7 +157,9 @@ def _outer_roles(
         _give(names, "head", head)
     if (norm := _choose_final_norm(modules, width)) is not None:
         _give(names, "final_norm", norm)
-    biases = [m for m in modules if m.shape == (rows,) and rows != width]
+    biases = [
+        m for m in modules if m.shape == (rows,) and rows != width and m.names_part(words.BIAS_WORD)
+    ]
     if biases and ("head", "bias") not in names:  # stored as a separate parameter
         names["head", "bias"] = biases[0].weight
     return width
@@ -180,7 +192,11 @@ def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
     """The final norm: the only vector with the width of the stream that is named like a final norm
     or, if none is, the only vector with this width. None if there is not exactly one."""
-    vectors = [m for m in modules if m.shape == (width,)]
+    vectors = [
+        m
+        for m in modules
+        if m.shape == (width,) and not m.names_part(words.INPUT_WORD) and not m.scales
+    ]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
 
@@ -209,14 +225,14 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
             f"{_listed(rest)}. Give them roles with --map"
         )
     # The remaining matrices are attention's output and the feed-forward.
-    matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
+    matrices = [m for m in rest if len(m.shape) in (2, 3) and width in m.shape]
     out, feed_forward = _split_matrices(matrices, home)
     if out is None:
         names["attention_out", "weight"] = IDENTITY
     else:
         _give(names, "attention_out", out)
     _feed_forward_roles(where, feed_forward, names)
-    _norm_roles([m for m in rest if m.shape == (width,)], home, names)
+    _norm_roles([m for m in rest if m.shape == (width,) and not m.scales], home, names)
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
@@ -331,14 +347,29 @@ def _is_second(norm: Module) -> bool:
 
 def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> TensorMap:
     """Mark the matrices that are stored (in, out). For a matrix that is not square, the width of
-    the stream shows the orientation. Square matrices are assumed to be stored like the others."""
+    the stream shows the orientation. A square matrix is stored like the others, unless only one of
+    them belongs to a module (`q.weight`) or the others differ. Square weights of modules are (out,
+    in) if there are no others, as in torch. All other square matrices are unclear."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
     if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:
         return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
-    if {flag for role, flag in transposed.items() if role != "head"} == {True}:
-        transposed |= {r: True for r in SQUARE if mapped.has(r) and r not in transposed}
-    return replace(mapped, transposed=frozenset(role for role, flag in transposed.items() if flag))
+    unclear: set[Role] = set()
+    shown = {role: flag for role, flag in transposed.items() if role != "head"}
+    for role in [r for r in SQUARE if mapped.has(r) and r not in transposed]:
+        in_module = mapped.name(role).endswith("weight")
+        alike = {
+            flag for r, flag in shown.items() if mapped.name(r).endswith("weight") is in_module
+        }
+        if alike == {True}:
+            transposed[role] = True
+        elif alike != {False} and (alike or not in_module):
+            unclear.add(role)
+    return replace(
+        mapped,
+        transposed=frozenset(role for role, flag in transposed.items() if flag),
+        unclear=frozenset(unclear),
+    )
 
 
 def _transposed_by_shape(
