@@ -127,7 +127,8 @@ def recognize_file(
     ignored = {name: file.tensors[name] for name in mapped.ignored}
     findings = find(tensors, ignored, file.settings)
     if (given := options.map_file) is not None:
-        findings = answer(findings, given.answers, given.path.name)
+        named = {"positions": "learned"} if ("positions", "weight") in given.names else {}
+        findings = answer(findings, {**named, **given.answers}, given.path.name)
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     findings = answer(findings, check_answers("the flags", options.answers))
