@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from logitd.model.convert.by_role.names import SETTINGS
+from logitd.model.convert.by_role.names import SETTINGS, TIED
 from logitd.model.convert.foreign import ConvertError
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
@@ -23,15 +23,31 @@ _SHAPE = (
     r"multiple_of|ffn?_(mult(iplier)?|dim_multiplier|ratio|factor)|mlp_(ratio|mult(iplier)?)|"
     r"(hidden|expansion)_(mult(iplier)?|factor|ratio|size_mult)|expansion|"
     r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
-    r"(use_)?(tie|tied|weight_tying|share)(_.*)?|tying"
+    rf"{TIED.pattern}|tie_encoder_decoder"
 )
 """Names of settings whose effect the tensors show, such as widths, biases and a tied head."""
+_COUNTED = (
+    r"(epochs?|steps?|iters?|iterations?|interval|every|freq|frequency|tokens|samples|chars|"
+    r"characters|bytes|documents|sequences|examples)"
+)
+_PHASE = (
+    r"(max|min|maximum|total|num|n|number|count|of|per|in|to|and|for|a|the|new|gen|train|training|"
+    r"trained|eval|evaluation|val|valid|validation|test|log|logging|save|saving|checkpoint|ckpt|"
+    r"backup|sample|sampling|generate|generation|print|report|plot|wandb|warm_?up|warmdown|"
+    r"cooldown|lr|decay|learning|rate|weight|grad|gradient|accum|accumulation|accumulate|micro|"
+    r"mini|batch|batches|global|current|cur|start|last|best|end|this|until|since|stable|anneal|"
+    r"seen|processed|update|optim|optimizer|opt|scheduler|sched|adam|device|rank|worker|dataset|"
+    r"data|corpus|file|line|epoch|step|iter|iteration|interval|inner|outer|local|run|display|"
+    r"refresh|flush|sync|dump|target|early|stop|stopping|second|sec|document|sequence|example)"
+)
+"""Words that name the part of a training whose steps, tokens or the like are counted."""
 _TRAINING = (
     r"(.*_)?(lr|learning_rate|weight_decay|wd|momentum|betas|beta_?[12]|adam_?(eps|epsilon)|"
-    r"epochs?|steps?|iters?|iterations?|interval|every|patience|seed|workers|accuracy|acc|"
+    r"patience|seed|workers|accuracy|acc|"
     r"loss(es)?|ppl|perplexity|bpc|bpb|dropout|pdrop|dropout_(p|prob|rate)|drop_prob|layerdrop|"
-    r"tokens|samples|chars|characters|bytes|documents|sequences|examples|seconds|minutes|hours|"
-    r"time|date|version|world_size|rank|batch|batches|batch_size|bs|bsz|token_id|pad_idx)|"
+    r"seconds|minutes|hours|"
+    r"time|date|version|world_size|batch|batches|batch_size|bs|bsz|token_id|pad_idx)|"
+    rf"({_PHASE}_)*{_COUNTED}(_{_PHASE})*|(local_)?rank|"
     r"(train|training|test|eval|evaluation|val|valid|validation|best|wandb|save|saved|resume|"
     r"checkpoint|warm_?up|adam|optim|optimizer|sched|scheduler|accum|accumulation|grad|"
     r"gradient|ddp|fsdp|init|initializer|data|dataset|summary|log_(interval|every|freq|iters?|steps?))_.*|"
@@ -42,8 +58,8 @@ _TRAINING = (
     r"always_save_checkpoint|eval_only|shuffle|stride|gradient_checkpointing|(use_)?checkpointing|"
     r"(use_)?(flash|sdpa|flash_attn|flash_attention|flash_attn_2)|(use_)?wandb|tensorboard|"
     r"temperature|top_?[kp]|max_new_tokens|max_gen_len|num_return_sequences|.*_split|split|"
-    r"last_epoch|_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
-    r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls|mask)(_id|_idx)?|ndigit"
+    r"_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
+    r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls)(_id|_idx)?|mask_(id|idx)|ndigit"
 )
 """Names of settings that do not change the logits of a trained model: settings for training,
 sampling, evaluation and storage."""
