@@ -112,6 +112,9 @@ BIAS_WORD = re.compile("b|bias")
 """A word in the name of a bias."""
 INPUT_WORD = re.compile("emb|embed|embd|embedding|embeddings|input|first|pre")
 """A word in the name of a norm of the embedding."""
+EMBEDDING_WORD = re.compile("emb|embs|embed|embeds|embd|embedding|embeddings")
+OUTPUT_WORD = re.compile("out|output|head|lm|un|logits?|decoder|predict(ion|ions)?")
+"""Words in the name of a head, even if it is named like an embedding: `embed_out`."""
 LAYER_SCALE = re.compile(
     r"ls_?\d*|layer_?scale(_.*)?|gamma_?\d+|.*lambdas?(_.*)?|alphas?_?\d*|skip(_.*)?|"
     r"(res|resid|residual)_?(scale|alpha|weight|gain)s?(_.*)?"

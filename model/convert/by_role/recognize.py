@@ -22,6 +22,7 @@ from logitd.model.convert.by_role.layers import (
     Module,
     Shape,
     find_layers,
+    module_name,
     modules_of,
     projection_of,
 )
@@ -150,7 +151,8 @@ def _outer_roles(
     names["token_embedding", "weight"] = embedding.weight
     head = _choose_head(tables, embedding)
     if not positions:  # use a table whose name does not show its role
-        positions = [m for m in tables if m not in (embedding, head) and m.shape[-1] == width]
+        others = [m for m in tables if m is not head and m.shape != embedding.shape]
+        positions = [m for m in others if m.shape[-1] == width]
     if positions:
         names["positions", "weight"] = positions[0].weight
     if head is not None:
@@ -183,9 +185,16 @@ def _choose_embedding(tables: Sequence[Module]) -> Module | None:
 
 def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
     """The head: a table with the embedding's shape or the transposed shape. A table named like a
-    head is preferred."""
+    head is preferred. A table named like another embedding is not the head."""
     sides = sorted(embedding.table)
-    alike = [m for m in tables if m is not embedding and sorted(m.shape) == sides]
+    alike = [
+        m
+        for m in tables
+        if m is not embedding and sorted(m.shape) == sides
+        if not m.names_part(words.EMBEDDING_WORD)
+        or m.names_part(words.OUTPUT_WORD)
+        or m.mentions(words.HEAD)
+    ]
     return min(alike, key=lambda m: not m.mentions(words.HEAD), default=None)
 
 
@@ -276,6 +285,8 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
         rows, columns = down.shape[0], down.shape[-1]
         fused = up.shape in ((2 * columns, rows), (columns, 2 * rows))  # (out, in) or (in, out)
         plain = up.shape == down.shape[::-1]
+        if rows == columns and not _names_up_or_down(up.weight, down.weight):
+            plain = fused = False  # nothing shows which is up
         if plain or fused:
             _give(names, "mlp_up" if plain else "mlp_gate_up", up)
             _give(names, "mlp_down", down)
@@ -305,6 +316,17 @@ def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
     return (second, first) if swap else matrices
 
 
+def _names_up_or_down(up: str, down: str) -> bool:
+    """True if the name of one of these tensors, or their numbers, show which is up."""
+    first, second = (
+        next((part for part in reversed(module_name(name)) if part != "{N}"), "")
+        for name in (up, down)
+    )
+    if first.isdigit() and second.isdigit():
+        return True
+    return words.matches(words.MLP_UP, first) or words.matches(words.MLP_DOWN, second)
+
+
 def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
     """The gate, up and down matrices of a gated MLP, recognized by their names, by their
     shapes, or by llama2.c's numbers: w1 is the gate, w2 is down and w3 is up."""
@@ -324,10 +346,13 @@ def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
 
 def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:
     """Assign the norms of attention and feed-forward. A single norm gets both roles. More than two
-    norms get no role, so `tensor_map.check` reports them."""
+    norms get no role, and neither do two whose names do not show which is first, so
+    `tensor_map.check` reports them."""
     if len(norms) not in (1, 2):
         return
     first, second = norms[0], norms[-1]
+    if first is not second and not any(_has_place(m) or _is_in(m, home) for m in norms):
+        return
     in_attention = [_is_in(norm, home) for norm in (first, second)]
     if in_attention == [False, True] or (
         in_attention[0] == in_attention[1] and _is_second(first) and not _is_second(second)
@@ -335,6 +360,12 @@ def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) ->
         first, second = second, first
     _give(names, "attention_norm", first)
     _give(names, "mlp_norm", second)
+
+
+def _has_place(norm: Module) -> bool:
+    """True if a name shows whether a norm belongs to attention or to the feed-forward."""
+    in_sublayer = norm.within(words.ATTENTION) or norm.within(words.FEED_FORWARD)
+    return in_sublayer or norm.named(words.FIRST_NORM) or norm.named(words.SECOND_NORM)
 
 
 def _is_second(norm: Module) -> bool:
@@ -352,7 +383,9 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
     in) if there are no others, as in torch. All other square matrices are unclear."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
-    if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:
+    feed_forward = {transposed.get("mlp_up"), transposed.get("mlp_down")}
+    reversed_order = (attention, feed_forward) in (({False}, {True}), ({True}, {False}))
+    if reversed_order and not _names_up_or_down(mapped.name("mlp_up"), mapped.name("mlp_down")):
         return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
     unclear: set[Role] = set()
     shown = {role: flag for role, flag in transposed.items() if role != "head"}

@@ -95,3 +95,35 @@ def test_unclear_square_matrices_are_a_question(layer: Mapping[str, tuple[int, .
         stated = recognize_with(MapFile(Path("m.toml"), transposed=given), "model.pt", tensors)
         assert ("attention_out" in stated.transposed) is bool(given)
         check("model.pt", tensors, stated)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_names_decide_which_matrix_is_up(named: bool) -> None:
+    """The feed-forward is stored (in, out), and attention (out, in). The two matrices were taken
+    for each other; unless a name shows which is up, they are."""
+    names = ("W1", "W2") if named else ("matrix_x", "matrix_y")
+    layer = {
+        "attn.qkv.weight": (3 * WIDTH, WIDTH),
+        "attn.proj.weight": (WIDTH, WIDTH),
+        f"mlp.{names[0]}": (WIDTH, HIDDEN),
+        f"mlp.{names[1]}": (HIDDEN, WIDTH),
+    } | NORMS
+    mapped = recognize("model.pt", model_of(layer))
+    assert mapped.name("mlp_up") == f"h.{{N}}.mlp.{names[0 if named else 1]}"
+    assert ("mlp_up" in mapped.transposed) is named
+
+
+def test_square_feed_forward_without_names_is_refused() -> None:
+    """The order in the file decided."""
+    square = {"mlp.alpha.weight": (WIDTH, WIDTH), "mlp.beta.weight": (WIDTH, WIDTH)}
+    layer = attention(".weight") | square | NORMS
+    with pytest.raises(ConvertError, match=r"found h\.\{N\}\.mlp\.alpha.* Name the matrices"):
+        recognize("model.pt", model_of(layer))
+
+
+def test_norms_without_a_place_are_refused() -> None:
+    """The order in the file decided."""
+    layer = attention(".weight") | feed_forward(".weight", transposed=False)
+    tensors = model_of(layer | {"norm_x.weight": (WIDTH,), "norm_y.weight": (WIDTH,)})
+    with pytest.raises(ConvertError, match=r"without a known role in a GPT: h\.0\.norm_x"):
+        check("model.pt", tensors, recognize("model.pt", tensors))
