@@ -49,6 +49,9 @@ NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"
 WITHOUT_ROTARY: Mapping[str, Any] = {"rotary_layout": "half", "rope_theta": 1e4}
 UNUSED = "not used"
+OF_SETTINGS = " of its settings"
+ANY_EPS = ("eps", "epsilon")
+"""Names of settings that may state the eps of a norm or of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,26 @@ def find(
     expresses a setting."""
     _check_stated(tensors, settings)
     file = _File(tensors, ignored, settings, rotary_tables(ignored))
-    return without_unused({name: getattr(file, name)() for name in FIELDS})
+    findings: dict[str, Finding] = {name: getattr(file, name)() for name in FIELDS}
+    return without_unused(
+        {name: _agreed(name, found, settings) for name, found in findings.items()}
+    )
+
+
+def _agreed(field: str, finding: Finding, settings: Settings) -> Finding:
+    """The finding; a question if it is the settings', and two of them disagree. The eps of an
+    optimizer does not count, and neither do lengths, which change no logits."""
+    if field == "context_length" or not finding.origin.endswith(OF_SETTINGS):
+        return finding
+    pairs = _settings_of(field, settings)
+    named = [pair for pair in pairs if pair[0].lower() not in ANY_EPS] or pairs
+    stated = [_as_number(v.lower() if isinstance(v, str) else v) for _, v in named]
+    if all(value == stated[0] for value in stated):
+        return finding
+    kind = type(finding.values[0])
+    others = [kind(v) for v in stated if kind in (int, float) and is_number(v)]
+    origin = f"its settings disagree: {', '.join(f'{key} is {v!r}' for key, v in named)}"
+    return Finding(tuple(dict.fromkeys((*finding.values, *others))), origin, True)
 
 
 def _check_stated(tensors: MappedTensors, settings: Settings) -> None:
@@ -150,9 +172,14 @@ def canonical(how: Computation) -> Computation:
 def setting(settings: Settings, field: str) -> tuple[Any, str]:
     """The value of a field in a file's settings, and the key under which it is stored; (None, "")
     if it is not set."""
-    lowered = {str(key).lower(): (value, str(key)) for key, value in settings.items()}
-    found = (lowered[key] for key in words.SETTINGS[field] if key in lowered)
-    return next((each for each in found if each[0] is not None), (None, ""))
+    return next(((value, key) for key, value in _settings_of(field, settings)), (None, ""))
+
+
+def _settings_of(field: str, settings: Settings) -> list[tuple[str, Any]]:
+    """The keys that usually store a field, and their values. The usual order decides."""
+    lowered = {str(key).lower(): (str(key), value) for key, value in settings.items()}
+    keys = words.SETTINGS.get(field, ())
+    return [lowered[key] for key in keys if key in lowered and lowered[key][1] is not None]
 
 
 def states_rms(settings: Settings) -> bool:
@@ -233,7 +260,7 @@ class _File:
         if value is None or not accepts(value):
             return None
         value = float(value) if accepts in (_is_eps, _is_theta) else value
-        return Finding((value,), f"{key} of its settings")
+        return Finding((value,), f"{key}{OF_SETTINGS}")
 
     def said_or(self, field: str, accepts: Callable[[Any], bool], usual: Finding) -> Finding:
         """The value of a field in the settings, or else the usual values. They are a question if
@@ -277,7 +304,8 @@ class _File:
         ):
             origin = f"its rotary table rotates {width} channels of a head"
             if width < queries:
-                return Finding((queries // width,), f"{origin}: a whole head, or a part", True)
+                wider = [n for n in range(queries // width, 0, -1) if fits(n)]
+                return Finding(tuple(wider), f"{origin}: the whole head, or a part of it", True)
             return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
         options = [heads for heads in range(1, min(queries, MAX_HEADS) + 1) if fits(heads)]
         # Likely numbers first: heads of 16 to 128 channels, then the others.
@@ -337,7 +365,7 @@ class _File:
             usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
         found, key = self.said_or("norm_eps", _is_eps, usual), setting(self.settings, "norm_eps")[1]
         optimizer = any(words.matches(words.OPTIMIZER_SETTING, name) for name in self.settings)
-        if key.lower() in ("eps", "epsilon") and optimizer and not found.ambiguous:
+        if key.lower() in ANY_EPS and optimizer and not found.ambiguous:
             origin = f"{found.origin} may be the optimizer's, whose settings are next to it"
             return Finding(tuple(dict.fromkeys((*found.values, *usual.values))), origin, True)
         return found
@@ -501,9 +529,8 @@ class _File:
                 return Finding(("learned",), origin)
             if self.norm().values == ("rmsnorm",) and key.lower() != "qk_layernorm":
                 return Finding(("learned",), origin)
-            return Finding(
-                ("learned",), f"{origin}; they can be imported if they are RMS norms", True
-            )
+            origin = f"{origin}; they can be imported if they are RMS norms"
+            return Finding(("learned", "none"), origin, True)
         if value is not None and is_off(value):
             return Finding(("none",), f"{key} of its settings")
         if value is not None:

@@ -177,6 +177,7 @@ def read_by_role(
     open, and ConvertError if the model cannot be imported."""
     tensors, file = recognized.tensors, recognized.file
     resolution = _resolve(recognized, text)
+    _check_rotary_width(recognized, resolution)
     dropout, step, val_loss = (
         setting(file.settings, name)[0] for name in ("dropout", "step", "val_loss")
     )
@@ -205,6 +206,16 @@ def read_by_role(
         },
         notes=built.folds,
     )
+
+
+def _check_rotary_width(recognized: Recognized, resolution: Resolution) -> None:
+    """Raise ConvertError if a rotary table contradicts the number of heads that was chosen."""
+    ignored = {name: recognized.file.tensors[name] for name in recognized.tensors.map.ignored}
+    chosen = {
+        name: Finding((getattr(resolution.computation, name),), resolution.origins[name])
+        for name in ("n_head", "positions")
+    }
+    check_rotary_width(recognized.tensors, ignored, chosen)
 
 
 def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:

@@ -1,6 +1,7 @@
 """Rotary tables: theta is read from every form, and tables that no formula gives are refused."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.convert.by_role.questions import Finding
-from logitd.model.convert.by_role.read import RoleOptions, recognize_file
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.state_file import StateFile
@@ -99,7 +100,7 @@ def test_table_that_differs_from_the_stated_theta_is_a_question() -> None:
 def test_table_alone_does_not_prove_the_number_of_heads() -> None:
     """It may rotate a part of each head."""
     found: Finding = findings(with_tables(inv_freq=RATES.float()))["n_head"]
-    assert (found.values, found.ambiguous) == ((4,), True)
+    assert (found.values, found.ambiguous) == ((4, 2), True)
 
 
 def test_table_narrower_than_a_head_is_refused() -> None:
@@ -107,6 +108,16 @@ def test_table_narrower_than_a_head_is_refused() -> None:
     sentence = r"rope\.inv_freq rotates 8 channels, .* 2 heads of 16 channels \(--n-head\)"
     with pytest.raises(ConvertError, match=sentence):
         findings(with_tables(inv_freq=RATES.float()), n_head=2)
+
+
+def test_number_of_heads_that_a_text_chose_is_compared_with_the_table() -> None:
+    scheme = SCHEMES["llama"]
+    file = with_tables(dict(scheme.settings), inv_freq=5_000.0 ** (-torch.arange(4) / 4))
+    recognized = recognize_file(file, RoleOptions(answers=scheme.answers))
+    read_by_role(recognized)
+    other = dict(recognized.findings, n_head=Finding((2,), "a text"))
+    with pytest.raises(ConvertError, match=r"rotates 8 channels, .* 2 heads .* \(a text\)"):
+        read_by_role(replace(recognized, findings=other))
 
 
 def test_stacked_pairs_do_not_show_the_layout() -> None:
