@@ -21,7 +21,7 @@ from logitd.model.convert.containers import container_of, read_json_weights, rea
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import source_json
-from logitd.model.convert.unknown_settings import unknown_settings
+from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """In a folder, files with these suffixes count as weight files."""
@@ -245,9 +245,10 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 def collect_settings(
     contents: Mapping[str, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
-    """Collect the numbers, flags and strings in all nested dictionaries except vocabularies and
-    the optimizer's. If sections disagree, the section about the model takes precedence. With
-    `of_model_alone`, sections about training are skipped, except their parts about the model."""
+    """Collect the numbers, flags, strings and lists about layers in all nested dictionaries except
+    vocabularies and the optimizer's. If sections disagree, the section about the model takes
+    precedence. With `of_model_alone`, sections about training are skipped, except their parts about
+    the model."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()
 
@@ -256,7 +257,8 @@ def collect_settings(
     ) -> None:
         for key, value in values.items():
             name = str(key)
-            if isinstance(value, bool | int | float | str):
+            per_layer = isinstance(value, list) and PER_LAYER.fullmatch(name.lower())
+            if isinstance(value, bool | int | float | str) or per_layer:
                 if of_training:
                     continue
                 if name not in settings or (of_model and name not in strong):

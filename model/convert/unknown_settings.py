@@ -63,6 +63,22 @@ _TRAINING = (
 )
 """Names of settings that do not change the logits of a trained model: settings for training,
 sampling, evaluation and storage."""
+PER_LAYER = re.compile(
+    r"layer_types|(attention|attn)_(layers?|types?|windows?|patterns?)|"
+    r"((sliding|attention|attn|local)_)*(window|pattern)s?(_(sizes?|pattern|types?|list))?|"
+    r".*_(layers|layer_indices|pattern)"
+)
+"""Names of lists that say how layers differ."""
+_ATTENTION = re.compile(r"((self|causal)_)?(attn|attention)(_(type|kind|mode|class|variant))?")
+_USUAL_ATTENTION = frozenset(
+    re.findall(
+        "[a-z]+",
+        "causal masked full global dense softmax vanilla standard default normal self scaled dot "
+        "product multi head multihead mha gqa mqa grouped query flash sdpa math eager torch "
+        "xformers attn attention v none",
+    )
+)
+"""Words for the attention of a GPT and for the code that computes it."""
 _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
@@ -75,15 +91,21 @@ logits as this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> dict[str, Any]:
-    """The numbers and flags that are not understood and may change logits. Numbers equal to 0 are
+    """The numbers, flags and lists of different layers that are not understood and may change
+    logits, and texts about attention. Numbers equal to 0 are
     omitted, because they usually turn a feature off. Recognition `by_role` understands the settings
     of COMPUTED. Any other reader passes only the settings that it did not use, so those of COMPUTED
     are unknown, even strings."""
     known = _KNOWN if by_role else _KNOWN - _COMPUTED
 
     def is_unknown(name: str, value: Any) -> bool:
+        if isinstance(value, str) and _ATTENTION.fullmatch(name):
+            return not _is_usual_attention(value)
         if isinstance(value, str):
             return name in _COMPUTED - known
+        if isinstance(value, list):
+            per_layer = PER_LAYER.fullmatch(name) is not None
+            return per_layer and not all(map(_is_usual_attention, value))
         return (
             isinstance(value, int | float)
             and (value is False or value != 0)
@@ -93,6 +115,12 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         )
 
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
+
+
+def _is_usual_attention(value: Any) -> bool:
+    """True for a text that contains only words for the attention of a GPT."""
+    known = isinstance(value, str)
+    return known and _USUAL_ATTENTION.issuperset(re.findall("[a-z]+", value.lower()))
 
 
 def still_unknown(
