@@ -46,8 +46,8 @@ _OPTIMIZER = re.compile(r"opt|optim|optims|optimizers?|sched|schedulers?|adamw?|
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """Keys under which torch's optimizers store tensors with the shapes of weights."""
 _TRAINING = re.compile(
-    r"train(ing|er)?|rng|metrics?|hist(ory|ories)?|loss(es)?|wandb|stats?|statistics|data(set|sets|"
-    r"loader)?"
+    r"train(ing|er)?|ema|swa|average|rng|metrics?|hist(ory|ories)?|loss(es)?|wandb|stats?|"
+    r"statistics|data(set|sets|loader|module)?"
 )
 """Words in the names of sections that describe the training instead of the model."""
 _SHAPE = frozenset(name for field in ("n_layer", "n_head") for name in SETTINGS[field])
@@ -94,10 +94,10 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         where,
         named_tensors(where, loaded),
         state=key or None,
-        settings=beside | collect_settings(contents),
+        settings=beside | collect_settings(whole),
         contents=contents,
         unknown=unknown_settings(
-            beside | collect_settings(contents, of_model_alone=True), by_role=True
+            beside | collect_settings(whole, of_model_alone=True), by_role=True
         ),
         loss=stated_loss(whole),
     )
@@ -243,7 +243,7 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def collect_settings(
-    contents: Mapping[str, Any], *, of_model_alone: bool = False
+    contents: Mapping[Any, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
     """Collect the numbers, flags, strings and lists about layers in all nested dictionaries except
     vocabularies and the optimizer's. If sections disagree, the section about the model takes

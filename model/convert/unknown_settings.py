@@ -27,8 +27,8 @@ _SHAPE = (
 )
 """Names of settings whose effect the tensors show, such as widths, biases and a tied head."""
 _COUNTED = (
-    r"(epochs?|steps?|iters?|iterations?|interval|every|freq|frequency|tokens|samples|chars|"
-    r"characters|bytes|documents|sequences|examples)"
+    r"(epochs?|updates?|steps?|iters?|iterations?|interval|every|freq|frequency|tokens|samples|"
+    r"chars|characters|bytes|documents|sequences|examples)"
 )
 _PHASE = (
     r"(max|min|maximum|total|num|n|number|count|of|per|in|to|and|for|a|the|new|gen|train|training|"
@@ -69,16 +69,21 @@ PER_LAYER = re.compile(
     r".*_(layers|layer_indices|pattern)"
 )
 """Names of lists that say how layers differ."""
-_ATTENTION = re.compile(r"((self|causal)_)?(attn|attention)(_(type|kind|mode|class|variant))?")
-_USUAL_ATTENTION = frozenset(
+_KIND = re.compile(
+    r"(((self|causal)_)?(attn|attention)|residual|block|rope|rotary)"
+    r"(_(type|kind|mode|class|variant))?|(rope|rotary)_scaling(_type)?"
+)
+"""Names of texts that may name a kind of attention, of block or of rotary positions."""
+_USUAL = frozenset(
     re.findall(
         "[a-z]+",
         "causal masked full global dense softmax vanilla standard default normal self scaled dot "
         "product multi head multihead mha gqa mqa grouped query flash sdpa math eager torch "
-        "xformers attn attention v none",
+        "xformers attn attention v none sequential block decoder transformer gpt layer rope rotary",
     )
 )
-"""Words for the attention of a GPT and for the code that computes it."""
+"""Words for the attention, the blocks and the rotary positions of a GPT, and for code that computes
+attention."""
 _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
@@ -91,21 +96,21 @@ logits as this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> dict[str, Any]:
-    """The numbers, flags and lists of different layers that are not understood and may change
-    logits, and texts about attention. Numbers equal to 0 are
-    omitted, because they usually turn a feature off. Recognition `by_role` understands the settings
-    of COMPUTED. Any other reader passes only the settings that it did not use, so those of COMPUTED
-    are unknown, even strings."""
+    """The numbers, flags and lists of unlike layers that are not understood and may change logits,
+    and texts about attention, blocks and rotary positions. Numbers equal to 0 are omitted, because
+    they usually turn a feature off. Recognition `by_role` understands the settings of COMPUTED. Any
+    other reader passes only the settings that it did not use, so those of COMPUTED are unknown,
+    even strings."""
     known = _KNOWN if by_role else _KNOWN - _COMPUTED
 
     def is_unknown(name: str, value: Any) -> bool:
-        if isinstance(value, str) and _ATTENTION.fullmatch(name):
-            return not _is_usual_attention(value)
+        if isinstance(value, str) and _KIND.fullmatch(name):
+            return not _is_usual(value)
         if isinstance(value, str):
             return name in _COMPUTED - known
         if isinstance(value, list):
             per_layer = PER_LAYER.fullmatch(name) is not None
-            return per_layer and not all(map(_is_usual_attention, value))
+            return per_layer and not all(map(_is_usual, value))
         return (
             isinstance(value, int | float)
             and (value is False or value != 0)
@@ -117,10 +122,9 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
 
 
-def _is_usual_attention(value: Any) -> bool:
-    """True for a text that contains only words for the attention of a GPT."""
-    known = isinstance(value, str)
-    return known and _USUAL_ATTENTION.issuperset(re.findall("[a-z]+", value.lower()))
+def _is_usual(value: Any) -> bool:
+    """True for a text that contains only words for what a GPT computes."""
+    return isinstance(value, str) and _USUAL.issuperset(re.findall("[a-z]+", value.lower()))
 
 
 def still_unknown(

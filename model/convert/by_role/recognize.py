@@ -204,7 +204,8 @@ def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
     vectors = [
         m
         for m in modules
-        if m.shape == (width,) and not m.names_part(words.INPUT_WORD) and not m.scales
+        if m.shape == (width,) and not m.scales
+        if m.names_part(words.OUTPUT_WORD) or not m.names_part(words.INPUT_WORD)
     ]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
@@ -383,9 +384,10 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
     in) if there are no others, as in torch. All other square matrices are unclear."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
-    feed_forward = {transposed.get("mlp_up"), transposed.get("mlp_down")}
-    reversed_order = (attention, feed_forward) in (({False}, {True}), ({True}, {False}))
-    if reversed_order and not _names_up_or_down(mapped.name("mlp_up"), mapped.name("mlp_down")):
+    if (
+        (transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False})
+        and not _names_up_or_down(mapped.name("mlp_up"), mapped.name("mlp_down"))
+    ):  # fmt: skip
         return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
     unclear: set[Role] = set()
     shown = {role: flag for role, flag in transposed.items() if role != "head"}
@@ -394,9 +396,10 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
         alike = {
             flag for r, flag in shown.items() if mapped.name(r).endswith("weight") is in_module
         }
+        square = tensors[mapped.of(role, "weight")[0]].shape == (width, width)
         if alike == {True}:
             transposed[role] = True
-        elif alike != {False} and (alike or not in_module):
+        elif square and alike != {False} and (alike or not in_module):
             unclear.add(role)
     return replace(
         mapped,

@@ -133,8 +133,17 @@ def test_weights_outside_the_state_dict_are_refused(key: str, value: Any, tmp_pa
     assert_is_state(read_state_file(path, state=key).tensors)
 
 
-def test_settings_next_to_tensors_are_read(tmp_path: Path) -> None:
-    file = read_state_file(saved(tmp_path / "m.pt", STATE | {"config": {"softcap": 3.0}}))
+@pytest.mark.parametrize(
+    "value",
+    [
+        STATE | {"config": {"softcap": 3.0}},
+        {"model": STATE | {"softcap": 3.0}},
+        {"model": STATE, "config": {"softcap": 3.0, "class_counts": torch.ones(4)}},
+    ],
+)
+def test_settings_next_to_tensors_are_read(value: Any, tmp_path: Path) -> None:
+    """A dictionary with a tensor counted as weights alone."""
+    file = read_state_file(saved(tmp_path / "m.pt", value))
     assert_is_state(file.tensors)
     assert file.unknown == {"softcap": 3.0}
 

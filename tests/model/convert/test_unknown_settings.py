@@ -32,6 +32,7 @@ ANSWERS: dict[str, Any] = {
         ("no_rope_layer_interval", 4), ("recurrent_steps", 3), ("global_attention_every", 2),
         ("n_register_tokens", 4), ("share_layers", True), ("mask", False), ("window_size", 256),
         ("attention_type", "sliding_window"), ("attn", "linear"),
+        ("rope_type", "yarn"), ("residual", "parallel"),
         ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
     ],
 )  # fmt: skip
