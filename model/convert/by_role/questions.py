@@ -108,11 +108,11 @@ def _agreed(field: str, finding: Finding, settings: Settings) -> Finding:
 def _check_stated(tensors: MappedTensors, settings: Settings) -> None:
     """Raise ConvertError if the tensors contradict the settings' number of layers, or their tied
     or separate head."""
-    layers, name = setting(settings, "n_layer")
-    if is_count(layers) and layers != tensors.map.n_layer:
+    stated = [(key, value) for key, value in _settings_of("n_layer", settings) if is_count(value)]
+    if stated and all(layers != tensors.map.n_layer for _, layers in stated):
         raise ConvertError(
-            f"{tensors.where}: {name} of its settings is {layers}, but the tensors have "
-            f"{tensors.map.n_layer} layers: weights are missing, or layers are used more than "
+            f"{tensors.where}: {stated[0][0]} of its settings is {stated[0][1]}, but the tensors "
+            f"have {tensors.map.n_layer} layers: weights are missing, or layers are used more than "
             "once. Correct the setting, or serve the owner's class with --code FILE:NAME --run-code"
         )
     head, embedding = tensors.get("head"), tensors.take("token_embedding")
