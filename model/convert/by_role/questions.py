@@ -392,7 +392,7 @@ class _File:
     def positions(self) -> Finding:
         rotary, stated = "", self._stated_positions()
         if self.tables:
-            rotary = f"{self.tables[0].name} is a rotary table"
+            rotary = f"the rotary table {self.tables[0].name}"
         elif (said := setting(self.settings, "rope_theta"))[1] and not is_off(said[0]):
             rotary = f"{said[1]} of its settings"
         if self.tensors.map.has("positions"):

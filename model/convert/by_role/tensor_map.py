@@ -159,7 +159,7 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     if left := [name for name in tensors if name not in taken]:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
         raise ConvertError(
-            f"{where} has {len(left)} tensors without a known role in a GPT: "
+            f"{where} has {pluralize(len(left), 'tensor')} without a known role in a GPT: "
             f"{shapes}{', ...' if len(left) > 4 else ''}. Give them roles or ignore them with "
             "--map, or serve the owner's class with --code FILE:NAME --run-code"
         )

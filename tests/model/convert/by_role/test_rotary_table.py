@@ -131,4 +131,4 @@ def test_learned_table_next_to_a_rotary_one_is_a_question() -> None:
     tensors = {**file.tensors, "inv_freq": RATES.float()}
     found: Finding = findings(StateFile(file.path, file.where, tensors))["positions"]
     assert (found.values, found.ambiguous) == (("learned", "rotary"), True)
-    assert re.search(r"wpe\.weight .* inv_freq is a rotary table", found.origin)
+    assert re.search(r"wpe\.weight .* also the rotary table inv_freq", found.origin)
