@@ -5,8 +5,9 @@ nested. It finds the configuration in the same file or in a JSON file next to it
 as data only (`pt_file.py`). `by_role/` interprets the tensors.
 """
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from logitd.model.convert.by_role.names import WRAPPERS
+from logitd.model.convert.by_role.names import SETTINGS, WRAPPERS, snake_case
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
 from logitd.model.convert.containers import container_of, read_json_weights, read_npz
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import source_json
-from logitd.model.convert.unknown_settings import unknown_settings
+from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """In a folder, files with these suffixes count as weight files."""
@@ -40,8 +41,17 @@ STATES = (
 """Usual keys of the state dict in a checkpoint, the most likely first."""
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
-_TRAINING = re.compile("optim|sched|train|scaler|rng|metric|hist|loss|wandb|stats|data")
+_OPTIMIZER = re.compile(r"opt|optim|optims|optimizers?|sched|schedulers?|adamw?|scaler")
+"""Words in the names of sections that describe the optimizer, whose `eps` is not a norm's."""
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
+"""Keys under which torch's optimizers store tensors with the shapes of weights."""
+_TRAINING = re.compile(
+    r"train(ing|er)?|ema|swa|average|rng|metrics?|hist(ory|ories)?|loss(es)?|wandb|stats?|"
+    r"statistics|data(set|sets|loader|module)?"
+)
 """Words in the names of sections that describe the training instead of the model."""
+_SHAPE = frozenset(name for field in ("n_layer", "n_head") for name in SETTINGS[field])
+"""Settings in a section that also describes the model."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,9 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
     key, contents = "", dict[str, Any]()
     if container_of(path) != "safetensors":
         key, loaded = _state_dict(path, whole, state)
-        contents = without_tensors(whole) if key else {}
+        contents = without_tensors(whole)
+        if state is None:
+            _check_nothing_outside(path, whole, key, loaded)
     where = f"{path} ({key})" if key else str(path)
     beside = _settings_beside(path)
     return StateFile(
@@ -82,10 +94,10 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         where,
         named_tensors(where, loaded),
         state=key or None,
-        settings=beside | collect_settings(contents),
+        settings=beside | collect_settings(whole),
         contents=contents,
         unknown=unknown_settings(
-            beside | collect_settings(contents, of_model_alone=True), by_role=True
+            beside | collect_settings(whole, of_model_alone=True), by_role=True
         ),
         loss=stated_loss(whole),
     )
@@ -176,6 +188,42 @@ def _state_dicts(
                 yield from _state_dicts(inner, f"{path}.{key}" if path else key, depth + 1)
 
 
+def _check_nothing_outside(
+    path: Path, whole: Mapping[Any, Any], key: str, state: Mapping[str, Tensor]
+) -> None:
+    """Raise ConvertError if the file has weights outside the state dict, such as a head that was
+    saved separately: tensors with the shape of one in the state dict, or the transposed shape.
+    Other state dicts, such as averages, and an optimizer's state do not count."""
+    shapes = {tuple(sorted(tensor.shape)) for tensor in state.values()}
+    found = [
+        f"{name} {list(tensor.shape)}"
+        for name, tensor in _loose_tensors(whole, {name for name, _ in _state_dicts(whole)}, key)
+        if tensor.is_floating_point() and tensor.numel() > 1
+        if tuple(sorted(tensor.shape)) in shapes
+    ]
+    if found:
+        raise ConvertError(
+            f"{path} has weights outside its state dict{f' {key}' if key else ''}: "
+            f"{', '.join(found[:4])}. Save all weights in one state dict; or, to leave these out, "
+            f"write state = {json.dumps(key)} in a --map file"
+        )
+
+
+def _loose_tensors(
+    values: Mapping[Any, Any], states: Collection[str], chosen: str, path: str = "", depth: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors outside all state dicts, whose keys are `states`. Dictionaries in the chosen
+    state dict are searched, too."""
+    for key, value in values.items():
+        inner = f"{path}.{key}" if path else str(key)
+        if not isinstance(key, str) or _mentions(_OPTIMIZER, key) or key in _MOMENTS:
+            continue
+        if isinstance(value, Tensor) and path not in states:
+            yield inner, value
+        elif isinstance(value, Mapping) and depth < 4 and (inner == chosen or inner not in states):
+            yield from _loose_tensors(value, states, chosen, inner, depth + 1)
+
+
 def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """The tensors of a state dict by name. Prefixes that wrappers add are removed from the names.
     Raises ConvertError if the state dict contains anything other than tensors."""
@@ -195,32 +243,49 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def collect_settings(
-    contents: Mapping[str, Any], *, of_model_alone: bool = False
+    contents: Mapping[Any, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
-    """Collect the numbers, flags and strings in all nested dictionaries except vocabularies. If
-    sections disagree, the section about the model takes precedence. With `of_model_alone`, sections
-    about training are skipped."""
+    """Collect the numbers, flags, strings and lists about layers in all nested dictionaries except
+    vocabularies and the optimizer's. If sections disagree, the section about the model takes
+    precedence. With `of_model_alone`, sections about training are skipped, except their parts about
+    the model."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()
 
-    def collect(values: Mapping[Any, Any], depth: int, of_model: bool) -> None:
+    def collect(
+        values: Mapping[Any, Any], depth: int, of_model: bool, of_training: bool = False
+    ) -> None:
         for key, value in values.items():
             name = str(key)
-            if isinstance(value, bool | int | float | str):
+            per_layer = isinstance(value, list) and PER_LAYER.fullmatch(name.lower())
+            if isinstance(value, bool | int | float | str) or per_layer:
+                if of_training:
+                    continue
                 if name not in settings or (of_model and name not in strong):
                     settings[name] = value
                     if of_model:
                         strong.add(name)
-            elif isinstance(value, Mapping) and depth < 3 and len(value) <= 200:
-                if _is_table(value) or (of_model_alone and _TRAINING.search(name.lower())):
+            elif isinstance(value, Mapping) and depth < 3:
+                if _is_table(value) or _mentions(_OPTIMIZER, name):
                     continue
-                collect(value, depth + 1, of_model or name.lower() in MODEL_SECTIONS)
+                own = name.lower() in MODEL_SECTIONS
+                training = of_model_alone and not own and not _SHAPE & set(map(str, value))
+                training = training and (of_training or _mentions(_TRAINING, name))
+                collect(value, depth + 1, of_model or own, training)
 
     collect(contents, 0, False)
     return settings
 
 
+def _mentions(pattern: re.Pattern[str], name: str) -> bool:
+    """True if a word of the name of a section matches a pattern."""
+    return any(pattern.fullmatch(word) for word in re.split(r"[\W_]+", snake_case(name)))
+
+
 def _is_table(values: Mapping[Any, Any]) -> bool:
+    """True for a vocabulary: consecutive numbers, or many values of one type."""
+    if len(values) > 200 and len(set(map(type, values.values()))) == 1:
+        return True
     numbers = {value for value in values.values() if type(value) is int}
     return len(values) > 3 and len(numbers) == len(values) == max(numbers) - min(numbers) + 1
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from logitd.model.convert.by_role.names import SETTINGS
+from logitd.model.convert.by_role.names import SETTINGS, TIED
 from logitd.model.convert.foreign import ConvertError
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
@@ -23,15 +23,31 @@ _SHAPE = (
     r"multiple_of|ffn?_(mult(iplier)?|dim_multiplier|ratio|factor)|mlp_(ratio|mult(iplier)?)|"
     r"(hidden|expansion)_(mult(iplier)?|factor|ratio|size_mult)|expansion|"
     r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
-    r"(use_)?(tie|tied|weight_tying|share)(_.*)?|tying"
+    rf"{TIED.pattern}|tie_encoder_decoder"
 )
 """Names of settings whose effect the tensors show, such as widths, biases and a tied head."""
+_COUNTED = (
+    r"(epochs?|updates?|steps?|iters?|iterations?|interval|every|freq|frequency|tokens|samples|"
+    r"chars|characters|bytes|documents|sequences|examples)"
+)
+_PHASE = (
+    r"(max|min|maximum|total|num|n|number|count|of|per|in|to|and|for|a|the|new|gen|train|training|"
+    r"trained|eval|evaluation|val|valid|validation|test|log|logging|save|saving|checkpoint|ckpt|"
+    r"backup|sample|sampling|generate|generation|print|report|plot|wandb|warm_?up|warmdown|"
+    r"cooldown|lr|decay|learning|rate|weight|grad|gradient|accum|accumulation|accumulate|micro|"
+    r"mini|batch|batches|global|current|cur|start|last|best|end|this|until|since|stable|anneal|"
+    r"seen|processed|update|optim|optimizer|opt|scheduler|sched|adam|device|rank|worker|dataset|"
+    r"data|corpus|file|line|epoch|step|iter|iteration|interval|inner|outer|local|run|display|"
+    r"refresh|flush|sync|dump|target|early|stop|stopping|second|sec|document|sequence|example)"
+)
+"""Words that name the part of a training whose steps, tokens or the like are counted."""
 _TRAINING = (
     r"(.*_)?(lr|learning_rate|weight_decay|wd|momentum|betas|beta_?[12]|adam_?(eps|epsilon)|"
-    r"epochs?|steps?|iters?|iterations?|interval|every|patience|seed|workers|accuracy|acc|"
+    r"patience|seed|workers|accuracy|acc|"
     r"loss(es)?|ppl|perplexity|bpc|bpb|dropout|pdrop|dropout_(p|prob|rate)|drop_prob|layerdrop|"
-    r"tokens|samples|chars|characters|bytes|documents|sequences|examples|seconds|minutes|hours|"
-    r"time|date|version|world_size|rank|batch|batches|batch_size|bs|bsz|token_id|pad_idx)|"
+    r"seconds|minutes|hours|"
+    r"time|date|version|world_size|batch|batches|batch_size|bs|bsz|token_id|pad_idx)|"
+    rf"({_PHASE}_)*{_COUNTED}(_{_PHASE})*|(local_)?rank|"
     r"(train|training|test|eval|evaluation|val|valid|validation|best|wandb|save|saved|resume|"
     r"checkpoint|warm_?up|adam|optim|optimizer|sched|scheduler|accum|accumulation|grad|"
     r"gradient|ddp|fsdp|init|initializer|data|dataset|summary|log_(interval|every|freq|iters?|steps?))_.*|"
@@ -42,11 +58,32 @@ _TRAINING = (
     r"always_save_checkpoint|eval_only|shuffle|stride|gradient_checkpointing|(use_)?checkpointing|"
     r"(use_)?(flash|sdpa|flash_attn|flash_attention|flash_attn_2)|(use_)?wandb|tensorboard|"
     r"temperature|top_?[kp]|max_new_tokens|max_gen_len|num_return_sequences|.*_split|split|"
-    r"last_epoch|_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
-    r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls|mask)(_id|_idx)?|ndigit"
+    r"_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
+    r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls)(_id|_idx)?|mask_(id|idx)|ndigit"
 )
 """Names of settings that do not change the logits of a trained model: settings for training,
 sampling, evaluation and storage."""
+PER_LAYER = re.compile(
+    r"layer_types|(attention|attn)_(layers?|types?|windows?|patterns?)|"
+    r"((sliding|attention|attn|local)_)*(window|pattern)s?(_(sizes?|pattern|types?|list))?|"
+    r".*_(layers|layer_indices|pattern)"
+)
+"""Names of lists that say how layers differ."""
+_KIND = re.compile(
+    r"(((self|causal)_)?(attn|attention)|residual|block|rope|rotary)"
+    r"(_(type|kind|mode|class|variant))?|(rope|rotary)_scaling(_type)?"
+)
+"""Names of texts that may name a kind of attention, of block or of rotary positions."""
+_USUAL = frozenset(
+    re.findall(
+        "[a-z]+",
+        "causal masked full global dense softmax vanilla standard default normal self scaled dot "
+        "product multi head multihead mha gqa mqa grouped query flash sdpa math eager torch "
+        "xformers attn attention v none sequential block decoder transformer gpt layer rope rotary",
+    )
+)
+"""Words for the attention, the blocks and the rotary positions of a GPT, and for code that computes
+attention."""
 _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
@@ -59,15 +96,21 @@ logits as this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> dict[str, Any]:
-    """The numbers and flags that are not understood and may change logits. Numbers equal to 0 are
-    omitted, because they usually turn a feature off. Recognition `by_role` understands the settings
-    of COMPUTED. Any other reader passes only the settings that it did not use, so those of COMPUTED
-    are unknown, even strings."""
+    """The numbers, flags and lists of unlike layers that are not understood and may change logits,
+    and texts about attention, blocks and rotary positions. Numbers equal to 0 are omitted, because
+    they usually turn a feature off. Recognition `by_role` understands the settings of COMPUTED. Any
+    other reader passes only the settings that it did not use, so those of COMPUTED are unknown,
+    even strings."""
     known = _KNOWN if by_role else _KNOWN - _COMPUTED
 
     def is_unknown(name: str, value: Any) -> bool:
+        if isinstance(value, str) and _KIND.fullmatch(name):
+            return not _is_usual(value)
         if isinstance(value, str):
             return name in _COMPUTED - known
+        if isinstance(value, list):
+            per_layer = PER_LAYER.fullmatch(name) is not None
+            return per_layer and not all(map(_is_usual, value))
         return (
             isinstance(value, int | float)
             and (value is False or value != 0)
@@ -77,6 +120,11 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         )
 
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
+
+
+def _is_usual(value: Any) -> bool:
+    """True for a text that contains only words for what a GPT computes."""
+    return isinstance(value, str) and _USUAL.issuperset(re.findall("[a-z]+", value.lower()))
 
 
 def still_unknown(

@@ -42,6 +42,19 @@ class Module:
     def mentions(self, pattern: re.Pattern[str]) -> bool:
         return any(words.matches(pattern, part) for part in self.path)
 
+    def names_part(self, pattern: re.Pattern[str]) -> bool:
+        """True if a word of the tensor's name matches a pattern."""
+        return any(
+            pattern.fullmatch(word)
+            for part in self.weight.split(".")
+            for word in words.snake_case(part).split("_")
+        )
+
+    @property
+    def scales(self) -> bool:
+        """True if the name says that the vector scales a sublayer's output."""
+        return any(words.matches(words.LAYER_SCALE, part) for part in self.path)
+
     @property
     def table(self) -> Shape:
         """The shape of the weight. For a table of shape (1, T, C) or (T, 1, C), it is (T, C)."""

@@ -73,7 +73,7 @@ class MapFile:
     names: Mapping[tuple[Role, Part], str] = field(default_factory=dict)
     answers: Mapping[str, Any] = field(default_factory=dict)
     ignore: tuple[str, ...] = ()
-    transposed: frozenset[Role] = frozenset()
+    transposed: frozenset[Role] | None = None
 
 
 class _Strict(BaseModel):
@@ -82,7 +82,7 @@ class _Strict(BaseModel):
 
 class _Files(_Strict):
     ignore: list[str] = []
-    transposed: list[Role] = []
+    transposed: list[Role] | None = None
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -136,7 +136,9 @@ def read_map_file(path: Path) -> MapFile:
         names=names,
         answers=document.computation.model_dump(exclude_unset=True),
         ignore=tuple(document.files.ignore),
-        transposed=frozenset(document.files.transposed),
+        transposed=None
+        if document.files.transposed is None
+        else frozenset(document.files.transposed),
     )
 
 
@@ -181,7 +183,7 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
         n_head=len(_numbers(file, tensors, "M")),
         names=file.names,
         ignored=tuple(dict.fromkeys([*unnamed, *glob(file.ignore, list(tensors))])),
-        transposed=file.transposed,
+        transposed=file.transposed or frozenset(),
     )
 
 
@@ -214,7 +216,8 @@ def recognize_with(file: MapFile, where: str, tensors: Mapping[str, Tensor]) -> 
         mapped,
         names=names,
         ignored=(*mapped.ignored, *ignored),
-        transposed=mapped.transposed | file.transposed,
+        transposed=mapped.transposed | (file.transposed or frozenset()),
+        unclear=mapped.unclear if file.transposed is None else frozenset(),
     )
 
 
@@ -290,7 +293,7 @@ def partial_draft(
             part = "bias" if shown.rpartition(".")[2] == "bias" else "weight"
             lines.append(f'# ROLE.{part} = "{shown}"  # {list(tensors[name].shape)}')
             taken.add(pattern if shown == pattern else name)
-    return "\n".join([*lines, "", "[files]", '# ignore = ["*.mask"]']) + "\n"
+    return "\n".join([*lines, "", "[files]", '# ignore = ["*.mask"]', "# transposed = []"]) + "\n"
 
 
 def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:

@@ -108,12 +108,26 @@ NORM_WEIGHTS, NORM_BIASES = ("weight", "gamma", "gain", "scale", "g", "a_2", "al
     "bias", "beta", "shift", "b", "b_2",
 )  # fmt: skip
 
-BUFFERS = re.compile(
-    r"tril|triu|(.*_)?mask(ed_bias)?|masked_bias|position_ids|pos_ids|positions|(.*_)?(inv_freqs?|"
-    r"freqs?(_cis|_cos|_sin)?|cos|sin|cos_cached|sin_cached|cosine|sine|theta|thetas|angles)|"
-    r"rope(_cache|_cos|_sin)?|cache_[kv]|k_cache|v_cache"
+BIAS_WORD = re.compile("b|bias")
+"""A word in the name of a bias."""
+INPUT_WORD = re.compile("emb|embed|embd|embedding|embeddings|input|first|pre")
+"""A word in the name of a norm of the embedding."""
+EMBEDDING_WORD = re.compile("emb|embs|embed|embeds|embd|embedding|embeddings")
+OUTPUT_WORD = re.compile("out|output|head|lm|un|logits?|decoder|predict(ion|ions)?")
+"""Words in the name of a head, even if it is named like an embedding: `embed_out`."""
+LAYER_SCALE = re.compile(
+    r"ls_?\d*|layer_?scale(_.*)?|gamma_?\d+|.*lambdas?(_.*)?|alphas?_?\d*|skip(_.*)?|"
+    r"(res|resid|residual)_?(scale|alpha|weight|gain)s?(_.*)?"
 )
-"""Names of tensors that are not learned; only the last part of the name is compared."""
+"""Names of vectors that scale a sublayer's output, as norms do not."""
+
+ROTARY = re.compile(
+    r"(.*_)?(inv_?freqs?|freqs?|cos(ine)?|sin(e)?|thetas?|angles?|rope)"
+    r"(_(cis|cos|sin|complex|cached?|table|buffer))*"
+)
+"""Names of rotary tables. `rotary_table.py` checks their values."""
+CACHES = re.compile(r"cache_[kv]|[kv]_cache")
+"""Names of caches of keys and values."""
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "n_layer": (
@@ -142,7 +156,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
         "block_size", "context_length", "seq_length", "seq_len", "max_seq_len", "max_seq_length",
         "max_position_embeddings", "max_seq", "max_len", "max_length", "n_positions", "n_ctx",
         "context_size", "context_window", "ctx_len", "sequence_length", "max_context", "context",
-        "max_sequence_length", "window_size", "max_context_length",
+        "max_sequence_length", "max_context_length",
     ),
     "vocab_size": (
         "vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "d_vocab", "vocab_len",
@@ -190,6 +204,15 @@ exact GELU, as in torch. If an activation has several names, an export writes th
 
 GATED = ("silu", "swish", "swiglu")
 """Activations of a feed-forward with a gate, which are all the same."""
+
+TIED = re.compile(
+    r"(use_)?(weight_tying|tying|tied?|share)"
+    r"(_(word|input|output|in|out|lm|head|weights?|embeddings?|embed|embd?|wte|token|and))*"
+)
+"""Names of settings that say whether the head is the token embedding."""
+NORM_SETTING = re.compile(r"norm|(^|_)ln(_|$)")
+RMS_SETTING = re.compile(r"(?<!no)rms_?norm|^(use_|is_)?rms$")
+OPTIMIZER_SETTING = re.compile(r"(adam_?)?(betas?|beta_?[12])|lr|learning_rate|weight_decay")
 
 _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")
 

@@ -148,7 +148,8 @@ def said_in(
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:
             said |= {key: value for key in keys if key not in said}
-    said |= {str(key).lower(): value for key, value in settings.items()}
+    scalars = {key: value for key, value in settings.items() if not isinstance(value, list)}
+    said |= {str(key).lower(): value for key, value in scalars.items()}
     return said | dict.fromkeys(SETTINGS["dropout"], 0.0) | {"device": "cpu"}
 
 

@@ -10,10 +10,12 @@ the owner's code and texts.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeGuard, get_args
 
+import torch
 from torch import Tensor
 
 from logitd.model.convert.by_role import names as words
@@ -31,6 +33,8 @@ from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
 
+_ALIBI = re.compile(r"(use_|with_)?alibi(_.*)?")
+OFF, ON = ("none", "null", "false", "off", "no", "disabled", ""), ("true", "on", "yes")
 MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024
 """Context length that is assumed if nothing in the file shows it. The number does not change the
@@ -45,6 +49,9 @@ NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"
 WITHOUT_ROTARY: Mapping[str, Any] = {"rotary_layout": "half", "rope_theta": 1e4}
 UNUSED = "not used"
+OF_SETTINGS = " of its settings"
+ANY_EPS = ("eps", "epsilon")
+"""Names of settings that may state the eps of a norm or of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +81,70 @@ def find(
     """Find the possible values of each field of a Computation. `ignored` are the file's masks and
     tables. Raises ConvertError if settings and shapes contradict each other, or if no GPTConfig
     expresses a setting."""
+    _check_stated(tensors, settings)
     file = _File(tensors, ignored, settings, rotary_tables(ignored))
-    return without_unused({name: getattr(file, name)() for name in FIELDS})
+    findings: dict[str, Finding] = {name: getattr(file, name)() for name in FIELDS}
+    return without_unused(
+        {name: _agreed(name, found, settings) for name, found in findings.items()}
+    )
+
+
+def _agreed(field: str, finding: Finding, settings: Settings) -> Finding:
+    """The finding; a question if it is the settings', and two of them disagree. The eps of an
+    optimizer does not count, and neither do lengths, which change no logits."""
+    if field == "context_length" or not finding.origin.endswith(OF_SETTINGS):
+        return finding
+    pairs = _settings_of(field, settings)
+    named = [pair for pair in pairs if pair[0].lower() not in ANY_EPS] or pairs
+    stated = [_as_number(v.lower() if isinstance(v, str) else v) for _, v in named]
+    if all(value == stated[0] for value in stated):
+        return finding
+    kind = type(finding.values[0])
+    others = [kind(v) for v in stated if kind in (int, float) and is_number(v)]
+    origin = f"its settings disagree: {', '.join(f'{key} is {v!r}' for key, v in named)}"
+    return Finding(tuple(dict.fromkeys((*finding.values, *others))), origin, True)
+
+
+def _check_stated(tensors: MappedTensors, settings: Settings) -> None:
+    """Raise ConvertError if the tensors contradict the settings' number of layers, or their tied
+    or separate head."""
+    stated = [(key, value) for key, value in _settings_of("n_layer", settings) if is_count(value)]
+    if stated and all(layers != tensors.map.n_layer for _, layers in stated):
+        raise ConvertError(
+            f"{tensors.where}: {stated[0][0]} of its settings is {stated[0][1]}, but the tensors "
+            f"have {tensors.map.n_layer} layers: weights are missing, or layers are used more than "
+            "once. Correct the setting, or serve the owner's class with --code FILE:NAME --run-code"
+        )
+    head, embedding = tensors.get("head"), tensors.take("token_embedding")
+    separate = head is not None and not torch.equal(head, embedding)
+    for name, tied in settings.items():
+        if not words.matches(words.TIED, name) or not isinstance(tied, bool):
+            continue
+        if tied is separate or (not tied and head is None):
+            held = "a head that differs from the embedding" if separate else "no head"
+            raise ConvertError(
+                f"{tensors.where}: {name} of its settings is {str(tied).lower()}, but the file has "
+                f"{held}. Correct the setting, or add or remove the head's tensor"
+            )
 
 
 def check_rotary_width(
     tensors: MappedTensors, ignored: Mapping[str, Tensor], findings: Findings
 ) -> None:
-    """Raise ConvertError if there are several heads, but a rotary table is as wide as all of them
-    together."""
+    """Raise ConvertError if a rotary table is not as wide as a head: it rotates only a part of each
+    head, or all heads together."""
     heads, queries = findings["n_head"], query_rows(tensors)[0]
-    if not heads.resolved or heads.values[0] == 1 or "rotary" not in findings["positions"].values:
+    if not heads.resolved or "rotary" not in findings["positions"].values:
         return
+    size = queries // heads.values[0]
     for table in rotary_tables(ignored):
-        if table.width == queries:
+        if table.width != size:
+            how = WHOLE_WIDTH if table.width == queries else "rotary positions of another width"
             raise ConvertError(
-                f"{tensors.where}: {table.name} rotates {queries} channels, but there are "
-                f"{heads.values[0]} heads of {queries // heads.values[0]} channels "
-                f"({heads.origin}): the source uses {WHOLE_WIDTH}, which a GPTConfig cannot "
-                "express. Serve the owner's class with --code FILE:NAME --run-code"
+                f"{tensors.where}: {table.name} rotates {table.width} channels, but there are "
+                f"{heads.values[0]} heads of {size} channels ({heads.origin}): the source uses "
+                f"{how}, which the import cannot compute. Serve the owner's class with --code "
+                "FILE:NAME --run-code"
             )
 
 
@@ -120,20 +172,49 @@ def canonical(how: Computation) -> Computation:
 def setting(settings: Settings, field: str) -> tuple[Any, str]:
     """The value of a field in a file's settings, and the key under which it is stored; (None, "")
     if it is not set."""
-    lowered = {str(key).lower(): (value, str(key)) for key, value in settings.items()}
-    found = (lowered[key] for key in words.SETTINGS[field] if key in lowered)
-    return next((each for each in found if each[0] is not None), (None, ""))
+    return next(((value, key) for key, value in _settings_of(field, settings)), (None, ""))
+
+
+def _settings_of(field: str, settings: Settings) -> list[tuple[str, Any]]:
+    """The keys that usually store a field, and their values. The usual order decides."""
+    lowered = {str(key).lower(): (str(key), value) for key, value in settings.items()}
+    keys = words.SETTINGS.get(field, ())
+    return [lowered[key] for key in keys if key in lowered and lowered[key][1] is not None]
 
 
 def states_rms(settings: Settings) -> bool:
-    """True if the name of a setting that is on, or the text of a setting, names the RMS norm."""
-    return any(
-        words.names_rms(text)
+    """True if the name of a setting that is on, or the text of a setting about norms, names the RMS
+    norm. Settings about the norms of queries and keys do not count, and neither does a name if a
+    text says that the norm is another one."""
+    about = {
+        key: value
         for name, value in settings.items()
-        if value is not False
-        for text in (name, value)
-        if isinstance(text, str)
-    )
+        if not _QK.search(key := words.snake_case(name)) and not is_off(value)
+    }
+    texts = [v for key, v in about.items() if isinstance(v, str) and words.NORM_SETTING.search(key)]
+    named = any(words.RMS_SETTING.search(key) for key in about)
+    return any(map(words.names_rms, texts)) or (named and not texts)
+
+
+_QK = re.compile(r"(^|_)(qk|kq|q|k|query|key)(_|$|norm|rms)")
+
+
+def is_off(value: Any) -> bool:
+    """True if a setting turns a feature off."""
+    return value in (False, None) or (isinstance(value, str) and value.lower() in OFF)
+
+
+def is_on(value: Any) -> bool:
+    """True if a setting only turns a feature on."""
+    return value in (True,) or (isinstance(value, str) and value.lower() in ON)
+
+
+def names_positions(name: str) -> bool:
+    """True if a name says that a table is added to the embedding by position. Tables of relative
+    positions are not."""
+    parts = [words.snake_case(part) for part in name.split(".")]
+    relative = any(re.search(r"(^|_)rel(ative)?(_|$)", part) for part in parts)
+    return not relative and any(words.matches(words.POSITIONS, part) for part in parts)
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -146,6 +227,18 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 def _is_eps(value: Any) -> bool:
     return is_number(value) and 0 < value < 1
+
+
+def _is_theta(value: Any) -> bool:
+    return is_number(value) and value > 1
+
+
+def _as_number(value: Any) -> Any:
+    """A text that is a number, such as "1e-5" in YAML, as a number; other values unchanged."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 @dataclass(frozen=True)
@@ -162,10 +255,21 @@ class _File:
         """The value of a field in the settings; None if it is missing or if `accepts` returns False
         for it."""
         value, key = setting(self.settings, field)
+        if accepts in (_is_eps, _is_theta):
+            value = _as_number(value)
         if value is None or not accepts(value):
             return None
-        value = float(value) if accepts in (_is_eps, is_number) else value
-        return Finding((value,), f"{key} of its settings")
+        value = float(value) if accepts in (_is_eps, _is_theta) else value
+        return Finding((value,), f"{key}{OF_SETTINGS}")
+
+    def said_or(self, field: str, accepts: Callable[[Any], bool], usual: Finding) -> Finding:
+        """The value of a field in the settings, or else the usual values. They are a question if
+        the settings have a value that `accepts` does not understand."""
+        value, key = setting(self.settings, field)
+        if (said := self.said(field, accepts)) is not None or value is None:
+            return said or usual
+        origin = f"{key} of its settings is {value!r}, which is not understood"
+        return Finding(usual.values, origin, True)
 
     def n_head(self) -> Finding:
         tensors, mapped = self.tensors, self.tensors.map
@@ -182,12 +286,10 @@ class _File:
         if mapped.has("query_norm") and (size := tensors.shape("query_norm")[0]) < queries:
             return Finding((queries // size,), f"query norms are {size} wide")
         if (said := self.said("n_head", is_count)) is not None:
-            if not fits(said.values[0]):
-                raise ConvertError(
-                    f"{tensors.where}: n_head is {said.values[0]} according to {said.origin}, but "
-                    f"{queries} query rows and {keys} key rows cannot be divided among that many "
-                    "heads; set --n-head"
-                )
+            if reason := self._contradicts_heads(said.values[0], fits(said.values[0])):
+                options = [n for n in range(1, min(queries, MAX_HEADS) + 1) if fits(n)]
+                origin = f"n_head is {said.values[0]} according to {said.origin}, but {reason}"
+                return Finding(tuple(options), origin, True)
             return said
         if (dim := self.said("head_dim", is_count)) and queries % dim.values[0] == 0:
             return Finding((queries // dim.values[0],), f"{dim.origin}, {dim.values[0]}")
@@ -202,7 +304,8 @@ class _File:
         ):
             origin = f"its rotary table rotates {width} channels of a head"
             if width < queries:
-                return Finding((queries // width,), origin)
+                wider = [n for n in range(queries // width, 0, -1) if fits(n)]
+                return Finding(tuple(wider), f"{origin}: the whole head, or a part of it", True)
             return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
         options = [heads for heads in range(1, min(queries, MAX_HEADS) + 1) if fits(heads)]
         # Likely numbers first: heads of 16 to 128 channels, then the others.
@@ -210,6 +313,22 @@ class _File:
             key=lambda heads: (not 16 <= queries // heads <= 128, abs(queries // heads - 64))
         )
         return Finding(tuple(options), "neither a setting nor a shape shows it", True)
+
+    def _contradicts_heads(self, heads: int, fits: bool) -> str:
+        """The reason why shapes or other settings contradict this number of heads; "" if nothing
+        does."""
+        queries, keys = query_rows(self.tensors)
+        if not fits:
+            return (
+                f"{queries} query rows and {keys} key rows cannot be divided among that many heads"
+            )
+        size = queries // heads
+        found = {"head_dim": size, "n_kv_head": keys // size}
+        for field, number in found.items():
+            said = self.said(field, is_count)
+            if said is not None and said.values[0] != number:
+                return f"{said.origin} is {said.values[0]}, which would be {number}"
+        return ""
 
     def context_length(self) -> Finding:
         if self.tensors.map.has("positions"):
@@ -241,11 +360,15 @@ class _File:
         )
 
     def norm_eps(self) -> Finding:
-        if (said := self.said("norm_eps", _is_eps)) is not None:
-            return said
+        usual = Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
         if self.norm().values == ("rmsnorm",):
-            return Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
-        return Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
+            usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+        found, key = self.said_or("norm_eps", _is_eps, usual), setting(self.settings, "norm_eps")[1]
+        optimizer = any(words.matches(words.OPTIMIZER_SETTING, name) for name in self.settings)
+        if key.lower() in ANY_EPS and optimizer and not found.ambiguous:
+            origin = f"{found.origin} may be the optimizer's, whose settings are next to it"
+            return Finding(tuple(dict.fromkeys((*found.values, *usual.values))), origin, True)
+        return found
 
     def norm_position(self) -> Finding:
         said = self.said("norm_first", lambda value: isinstance(value, bool))
@@ -267,21 +390,46 @@ class _File:
         return Finding(("sequential", "parallel"), CONVENTION)
 
     def positions(self) -> Finding:
-        if self.tensors.map.has("positions"):
-            return Finding(("learned",), f"{self.tensors.map.name('positions')} is added")
+        rotary, stated = "", self._stated_positions()
         if self.tables:
-            return Finding(("rotary",), f"{self.tables[0].name} is a rotary table")
+            rotary = f"the rotary table {self.tables[0].name}"
+        elif (said := setting(self.settings, "rope_theta"))[1] and not is_off(said[0]):
+            rotary = f"{said[1]} of its settings"
+        if self.tensors.map.has("positions"):
+            name = self.tensors.map.name("positions")
+            if rotary:
+                origin = f"{name} is a table of positions, but there is also {rotary}"
+                return Finding(("learned", "rotary"), origin, True)
+            if not names_positions(name):
+                return Finding(("learned",), f"only its shape says that {name} is added", True)
+            return Finding(("learned",), f"{name} is added")
         for name, value in self.settings.items():
-            if "alibi" in str(value).lower() or ("alibi" in name.lower() and value is True):
+            text = isinstance(value, str) and _ALIBI.fullmatch(value.lower().strip())
+            if text or ("alibi" in name.lower() and value is True):
                 raise ConvertError(
                     f"{self.tensors.where}: {name} is {value!r}: ALiBi biases attention by "
                     "distance, which a GPTConfig cannot express. Serve the owner's class with "
                     "--code FILE:NAME --run-code"
                 )
-        if key := setting(self.settings, "rope_theta")[1]:
-            return Finding(("rotary",), f"{key} of its settings")
         options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
+        if rotary and stated:
+            return Finding(options, f"{rotary}, but {stated}", True)
+        if rotary:
+            return Finding(("rotary",), rotary)
         return Finding(options, "there is no table of positions", True)
+
+    def _stated_positions(self) -> str:
+        """The setting whose text says that positions are not rotary; "" if there is none."""
+        return next(
+            (
+                f"{name} is {value!r}"
+                for name, value in self.settings.items()
+                if isinstance(value, str)
+                and words.matches(words.POSITIONS, name)
+                and not re.search("rope|rotary", value.lower())
+            ),
+            "",
+        )
 
     def rotary_layout(self) -> Finding:
         for table in self.tables:
@@ -293,14 +441,28 @@ class _File:
         return Finding(get_args(RotaryLayout), NOT_SAID, True)
 
     def rope_theta(self) -> Finding:
-        if "rotary" in self.positions().values:
-            for table in self.tables:
-                if (theta := table.theta) is not None:
-                    return Finding((theta,), f"{table.name} has these frequencies")
-        said = self.said("rope_theta", is_number)
-        if said is not None and said.values[0] > 1:
-            return said
-        return Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), CONVENTION)
+        usual = Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), CONVENTION)
+        said = self.said("rope_theta", _is_theta)
+        if "rotary" in self.positions().values and (shown := self._shown_theta()) is not None:
+            if said is None or math.isclose(*said.values, *shown.values, rel_tol=0.005):
+                return shown
+            return Finding(
+                (*shown.values, *said.values), f"{shown.origin}, but {said.origin} differs", True
+            )
+        return self.said_or("rope_theta", _is_theta, usual)
+
+    def _shown_theta(self) -> Finding | None:
+        """The theta of the rotary tables; None if they do not show it. Raises ConvertError if two
+        tables differ."""
+        shown = [(table.name, theta) for table in self.tables if (theta := table.theta) is not None]
+        for name, theta in shown:
+            if not math.isclose(theta, shown[0][1], rel_tol=0.005):
+                raise ConvertError(
+                    f"{self.tensors.where}: {shown[0][0]} has the frequencies of theta "
+                    f"{shown[0][1]:g}, and {name} of {theta:g}: a GPTConfig has one theta for all "
+                    "layers. Serve the owner's class with --code FILE:NAME --run-code"
+                )
+        return Finding((shown[0][1],), f"{shown[0][0]} has these frequencies") if shown else None
 
     def activation(self) -> Finding:
         has_gate = self.tensors.map.has_gate
@@ -351,10 +513,30 @@ class _File:
         return Finding(orders, CONVENTION)
 
     def qk_norm(self) -> Finding:
-        if self.tensors.map.has("query_norm"):
-            return Finding(("learned",), "norms of query and key are in the file")
-        if (said := self.said("qk_norm", lambda value: value is True)) is not None:
-            return Finding(("unit",), f"{said.origin}, without weights")
+        mapped, (value, key) = self.tensors.map, setting(self.settings, "qk_norm")
+        if mapped.has("query_norm") != mapped.has("key_norm"):
+            name = mapped.name("query_norm") or mapped.name("key_norm")
+            raise ConvertError(
+                f"{self.tensors.where}: {name} is a norm of only queries or only keys, which a "
+                "GPTConfig cannot express. Serve the owner's class with --code FILE:NAME --run-code"
+            )
+        rms = isinstance(value, str) and words.names_rms(value)
+        if mapped.has("query_norm"):
+            origin = "norms of query and key are in the file"
+            if value is not None and is_off(value):
+                return Finding(("learned", "none"), f"{origin}, but {key} is {value!r}", True)
+            if rms or words.names_rms(mapped.name("query_norm")):
+                return Finding(("learned",), origin)
+            if self.norm().values == ("rmsnorm",) and key.lower() != "qk_layernorm":
+                return Finding(("learned",), origin)
+            origin = f"{origin}; they can be imported if they are RMS norms"
+            return Finding(("learned", "none"), origin, True)
+        if value is not None and is_off(value):
+            return Finding(("none",), f"{key} of its settings")
+        if value is not None:
+            known = (rms or is_on(value)) and key.lower() != "qk_layernorm"
+            origin = f"{key} of its settings is {value!r}, without weights"
+            return Finding(("unit",) if known else ("unit", "none"), origin, not known)
         if setting(self.settings, "qk_norm_eps")[1]:
             return Finding(
                 ("unit", "none"),
@@ -364,12 +546,13 @@ class _File:
         return Finding(("none", "unit"), CONVENTION)
 
     def qk_norm_eps(self) -> Finding:
-        said = self.said("qk_norm_eps", _is_eps) or self.said("norm_eps", _is_eps)
-        return said or Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+        usual = self.said("norm_eps", _is_eps)
+        usual = usual or Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+        return self.said_or("qk_norm_eps", _is_eps, usual)
 
     def causal(self) -> Finding:
         for name, tensor in self.ignored.items():
-            if is_causal_mask(tensor) or name.rpartition(".")[2] == "tril":
+            if is_causal_mask(tensor):
                 return Finding((True,), f"{name} is a causal mask")
         return Finding((True, False), CONVENTION)
 

@@ -127,7 +127,8 @@ def recognize_file(
     ignored = {name: file.tensors[name] for name in mapped.ignored}
     findings = find(tensors, ignored, file.settings)
     if (given := options.map_file) is not None:
-        findings = answer(findings, given.answers, given.path.name)
+        named = {"positions": "learned"} if ("positions", "weight") in given.names else {}
+        findings = answer(findings, {**named, **given.answers}, given.path.name)
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     findings = answer(findings, check_answers("the flags", options.answers))
@@ -176,6 +177,7 @@ def read_by_role(
     open, and ConvertError if the model cannot be imported."""
     tensors, file = recognized.tensors, recognized.file
     resolution = _resolve(recognized, text)
+    _check_rotary_width(recognized, resolution)
     dropout, step, val_loss = (
         setting(file.settings, name)[0] for name in ("dropout", "step", "val_loss")
     )
@@ -204,6 +206,16 @@ def read_by_role(
         },
         notes=built.folds,
     )
+
+
+def _check_rotary_width(recognized: Recognized, resolution: Resolution) -> None:
+    """Raise ConvertError if a rotary table contradicts the number of heads that was chosen."""
+    ignored = {name: recognized.file.tensors[name] for name in recognized.tensors.map.ignored}
+    chosen = {
+        name: Finding((getattr(resolution.computation, name),), resolution.origins[name])
+        for name in ("n_head", "positions")
+    }
+    check_rotary_width(recognized.tensors, ignored, chosen)
 
 
 def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:

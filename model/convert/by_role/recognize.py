@@ -1,6 +1,6 @@
 """Recognize: finds the role of each tensor by the words in its name and by its shape.
 
-1) Ignore tensors that are not weights: masks, rotary tables, integers.
+1) Ignore tensors that are not weights: causal masks, rotary tables, integers.
 2) Find the layers (`layers.py`): names that differ only in a number.
 3) Assign roles outside the layers, then inside a layer: projections (fused, separate or per head),
    a feed-forward of one, two or three matrices, and one or two norms.
@@ -22,9 +22,11 @@ from logitd.model.convert.by_role.layers import (
     Module,
     Shape,
     find_layers,
+    module_name,
     modules_of,
     projection_of,
 )
+from logitd.model.convert.by_role.rotary_table import is_rotary, last_part
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     LAYER_ROLES,
@@ -46,6 +48,9 @@ all other matrices, the number of rows is the width of the stream."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices that may be square: all matrices of a layer, but not the head. The shape of a square
 matrix does not show whether it is stored (in, out)."""
+INTEGERS = (torch.int64, torch.int32)
+LARGEST_FILL = -1e4
+"""A tensor with one number of at most this fills the masked scores, as in GPT-2's `masked_bias`."""
 
 
 class NotRecognized(ConvertError):
@@ -87,14 +92,18 @@ def _in_order(names: Names) -> Names:
 
 
 def is_buffer(name: str, tensor: Tensor) -> bool:
-    """True if a tensor is not a weight, judged by its name, dtype and number of axes, and by
-    whether its values are a causal mask."""
-    last = name.rpartition(".")[2]
-    if words.matches(words.BUFFERS, last.lstrip("_")) or tensor.is_complex():
+    """True if a tensor is not a weight: a causal mask or the number that fills one, integers such
+    as the numbers of positions, a cache, or a rotary table."""
+    if is_causal_mask(tensor) or is_rotary(name, tensor):
         return True
+    last = last_part(name)
+    if tensor.dtype in INTEGERS:
+        square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] > 1
+        return not square and not words.matches(words.ROTARY, last)
     if not tensor.is_floating_point():
-        return tensor.dtype in (torch.bool, torch.int64, torch.int32) or tensor.dim() == 0
-    return tensor.dim() not in (1, 2, 3) or is_causal_mask(tensor)
+        return tensor.dim() == 0 and not tensor.is_complex()
+    fills_mask = tensor.numel() == 1 and float(tensor) <= LARGEST_FILL
+    return fills_mask or words.matches(words.CACHES, last)
 
 
 def is_causal_mask(tensor: Tensor) -> bool:
@@ -102,10 +111,12 @@ def is_causal_mask(tensor: Tensor) -> bool:
     after it."""
     if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] < 2:
         return False
-    square = tensor.reshape(-1, *tensor.shape[-2:])[0]
-    low, high = square[0, 0], square[0, -1]
-    lower = torch.ones_like(square, dtype=torch.bool).tril()
-    return bool(low != high and (square[lower] == low).all() and (square[~lower] == high).all())
+    squares = tensor.reshape(-1, *tensor.shape[-2:])
+    low, high = squares[0, 0, 0], squares[0, 0, -1]
+    lower = torch.ones_like(squares[0], dtype=torch.bool).tril()
+    return bool(
+        low != high and (squares[:, lower] == low).all() and (squares[:, ~lower] == high).all()
+    )
 
 
 def _give(names: Names, role: Role, module: Module) -> None:
@@ -140,14 +151,17 @@ def _outer_roles(
     names["token_embedding", "weight"] = embedding.weight
     head = _choose_head(tables, embedding)
     if not positions:  # use a table whose name does not show its role
-        positions = [m for m in tables if m not in (embedding, head) and m.shape[-1] == width]
+        others = [m for m in tables if m is not head and m.shape != embedding.shape]
+        positions = [m for m in others if m.shape[-1] == width]
     if positions:
         names["positions", "weight"] = positions[0].weight
     if head is not None:
         _give(names, "head", head)
     if (norm := _choose_final_norm(modules, width)) is not None:
         _give(names, "final_norm", norm)
-    biases = [m for m in modules if m.shape == (rows,) and rows != width]
+    biases = [
+        m for m in modules if m.shape == (rows,) and rows != width and m.names_part(words.BIAS_WORD)
+    ]
     if biases and ("head", "bias") not in names:  # stored as a separate parameter
         names["head", "bias"] = biases[0].weight
     return width
@@ -171,16 +185,28 @@ def _choose_embedding(tables: Sequence[Module]) -> Module | None:
 
 def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
     """The head: a table with the embedding's shape or the transposed shape. A table named like a
-    head is preferred."""
+    head is preferred. A table named like another embedding is not the head."""
     sides = sorted(embedding.table)
-    alike = [m for m in tables if m is not embedding and sorted(m.shape) == sides]
+    alike = [
+        m
+        for m in tables
+        if m is not embedding and sorted(m.shape) == sides
+        if not m.names_part(words.EMBEDDING_WORD)
+        or m.names_part(words.OUTPUT_WORD)
+        or m.mentions(words.HEAD)
+    ]
     return min(alike, key=lambda m: not m.mentions(words.HEAD), default=None)
 
 
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
     """The final norm: the only vector with the width of the stream that is named like a final norm
     or, if none is, the only vector with this width. None if there is not exactly one."""
-    vectors = [m for m in modules if m.shape == (width,)]
+    vectors = [
+        m
+        for m in modules
+        if m.shape == (width,) and not m.scales
+        if m.names_part(words.OUTPUT_WORD) or not m.names_part(words.INPUT_WORD)
+    ]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
 
@@ -209,14 +235,14 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
             f"{_listed(rest)}. Give them roles with --map"
         )
     # The remaining matrices are attention's output and the feed-forward.
-    matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
+    matrices = [m for m in rest if len(m.shape) in (2, 3) and width in m.shape]
     out, feed_forward = _split_matrices(matrices, home)
     if out is None:
         names["attention_out", "weight"] = IDENTITY
     else:
         _give(names, "attention_out", out)
     _feed_forward_roles(where, feed_forward, names)
-    _norm_roles([m for m in rest if m.shape == (width,)], home, names)
+    _norm_roles([m for m in rest if m.shape == (width,) and not m.scales], home, names)
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
@@ -260,6 +286,8 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
         rows, columns = down.shape[0], down.shape[-1]
         fused = up.shape in ((2 * columns, rows), (columns, 2 * rows))  # (out, in) or (in, out)
         plain = up.shape == down.shape[::-1]
+        if rows == columns and not _names_up_or_down(up.weight, down.weight):
+            plain = fused = False  # nothing shows which is up
         if plain or fused:
             _give(names, "mlp_up" if plain else "mlp_gate_up", up)
             _give(names, "mlp_down", down)
@@ -289,6 +317,17 @@ def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
     return (second, first) if swap else matrices
 
 
+def _names_up_or_down(up: str, down: str) -> bool:
+    """True if the name of one of these tensors, or their numbers, show which is up."""
+    first, second = (
+        next((part for part in reversed(module_name(name)) if part != "{N}"), "")
+        for name in (up, down)
+    )
+    if first.isdigit() and second.isdigit():
+        return True
+    return words.matches(words.MLP_UP, first) or words.matches(words.MLP_DOWN, second)
+
+
 def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
     """The gate, up and down matrices of a gated MLP, recognized by their names, by their
     shapes, or by llama2.c's numbers: w1 is the gate, w2 is down and w3 is up."""
@@ -308,10 +347,13 @@ def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
 
 def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:
     """Assign the norms of attention and feed-forward. A single norm gets both roles. More than two
-    norms get no role, so `tensor_map.check` reports them."""
+    norms get no role, and neither do two whose names do not show which is first, so
+    `tensor_map.check` reports them."""
     if len(norms) not in (1, 2):
         return
     first, second = norms[0], norms[-1]
+    if first is not second and not any(_has_place(m) or _is_in(m, home) for m in norms):
+        return
     in_attention = [_is_in(norm, home) for norm in (first, second)]
     if in_attention == [False, True] or (
         in_attention[0] == in_attention[1] and _is_second(first) and not _is_second(second)
@@ -319,6 +361,12 @@ def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) ->
         first, second = second, first
     _give(names, "attention_norm", first)
     _give(names, "mlp_norm", second)
+
+
+def _has_place(norm: Module) -> bool:
+    """True if a name shows whether a norm belongs to attention or to the feed-forward."""
+    in_sublayer = norm.within(words.ATTENTION) or norm.within(words.FEED_FORWARD)
+    return in_sublayer or norm.named(words.FIRST_NORM) or norm.named(words.SECOND_NORM)
 
 
 def _is_second(norm: Module) -> bool:
@@ -331,14 +379,33 @@ def _is_second(norm: Module) -> bool:
 
 def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> TensorMap:
     """Mark the matrices that are stored (in, out). For a matrix that is not square, the width of
-    the stream shows the orientation. Square matrices are assumed to be stored like the others."""
+    the stream shows the orientation. A square matrix is stored like the others, unless only one of
+    them belongs to a module (`q.weight`) or the others differ. Square weights of modules are (out,
+    in) if there are no others, as in torch. All other square matrices are unclear."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
-    if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:
+    if (
+        (transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False})
+        and not _names_up_or_down(mapped.name("mlp_up"), mapped.name("mlp_down"))
+    ):  # fmt: skip
         return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
-    if {flag for role, flag in transposed.items() if role != "head"} == {True}:
-        transposed |= {r: True for r in SQUARE if mapped.has(r) and r not in transposed}
-    return replace(mapped, transposed=frozenset(role for role, flag in transposed.items() if flag))
+    unclear: set[Role] = set()
+    shown = {role: flag for role, flag in transposed.items() if role != "head"}
+    for role in [r for r in SQUARE if mapped.has(r) and r not in transposed]:
+        in_module = mapped.name(role).endswith("weight")
+        alike = {
+            flag for r, flag in shown.items() if mapped.name(r).endswith("weight") is in_module
+        }
+        square = tensors[mapped.of(role, "weight")[0]].shape == (width, width)
+        if alike == {True}:
+            transposed[role] = True
+        elif square and alike != {False} and (alike or not in_module):
+            unclear.add(role)
+    return replace(
+        mapped,
+        transposed=frozenset(role for role, flag in transposed.items() if flag),
+        unclear=frozenset(unclear),
+    )
 
 
 def _transposed_by_shape(

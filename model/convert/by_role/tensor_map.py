@@ -52,6 +52,7 @@ class TensorMap:
     first_layer   number of the first layer, 0 or 1
     n_head        number of heads with separate tensors; 0 if all heads are in one tensor
     transposed    roles whose matrices are stored (in, out)
+    unclear       roles whose matrices are square, so that their orientation is not known
     """
 
     n_layer: int
@@ -60,6 +61,7 @@ class TensorMap:
     names: Mapping[tuple[Role, Part], str]
     ignored: tuple[str, ...] = ()
     transposed: frozenset[Role] = frozenset()
+    unclear: frozenset[Role] = frozenset()
 
     def has(self, role: Role, part: Part = "weight") -> bool:
         """True if a tensor has this role."""
@@ -157,11 +159,18 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     if left := [name for name in tensors if name not in taken]:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
         raise ConvertError(
-            f"{where} has {len(left)} tensors without a known role in a GPT: "
+            f"{where} has {pluralize(len(left), 'tensor')} without a known role in a GPT: "
             f"{shapes}{', ...' if len(left) > 4 else ''}. Give them roles or ignore them with "
             "--map, or serve the owner's class with --code FILE:NAME --run-code"
         )
     _check_layers_agree(where, tensors, mapped)
+    if mapped.unclear:
+        roles = sorted(mapped.unclear)
+        raise ConvertError(
+            f"{where}: {', '.join(map(mapped.name, roles))}: the shape of a square matrix does not "
+            "show whether it is stored (in, out) or (out, in). List the roles of those that are "
+            f"(in, out) in a --map file: transposed = {roles} under [files], or transposed = []"
+        )
     for name in names:
         check_tensor(where, name, tensors[name])
     return common_dtype({tensors[name].dtype for name in names})

@@ -116,6 +116,38 @@ def test_torchs_wrappers_use_these_names(tmp_path: Path) -> None:
     assert set(file.tensors) == set(model.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", {"model": STATE, "lm_head": {"weight": torch.ones(4, 3)}}),
+        ("model", {"model": STATE, "lm_head.weight": torch.ones(4, 3)}),
+        ("run.model", {"run": {"model": STATE, "norm": {"weight": torch.ones(3)}}}),
+        ("", STATE | {"lm_head": {"weight": torch.ones(4, 3)}}),
+    ],
+)
+def test_weights_outside_the_state_dict_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    """They were dropped; without its head, a model became one with a tied head."""
+    path = saved(tmp_path / "m.pt", value)
+    with pytest.raises(ConvertError, match=r"m\.pt has weights outside .*(lm_head|norm)\.weight"):
+        read_state_file(path)
+    assert_is_state(read_state_file(path, state=key).tensors)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        STATE | {"config": {"softcap": 3.0}},
+        {"model": STATE | {"softcap": 3.0}},
+        {"model": STATE, "config": {"softcap": 3.0, "class_counts": torch.ones(4)}},
+    ],
+)
+def test_settings_next_to_tensors_are_read(value: Any, tmp_path: Path) -> None:
+    """A dictionary with a tensor counted as weights alone."""
+    file = read_state_file(saved(tmp_path / "m.pt", value))
+    assert_is_state(file.tensors)
+    assert file.unknown == {"softcap": 3.0}
+
+
 def test_name_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:
     both = STATE | {"module.emb.weight": torch.ones(4, 3)}
     with pytest.raises(ConvertError, match=r"holds emb\.weight twice, with and without a prefix"):

@@ -28,6 +28,12 @@ ANSWERS: dict[str, Any] = {
         ("softcap", 15.0), ("logit_scale", 0.5), ("alibi", True), ("scale_scores", False),
         ("clip_qkv", 8), ("causal", False), ("window", 4), ("embedding_multiplier", 12.0),
         ("attn_beta", 2.0), ("n_loops", 2),
+        # Words of a training hid these.
+        ("no_rope_layer_interval", 4), ("recurrent_steps", 3), ("global_attention_every", 2),
+        ("n_register_tokens", 4), ("share_layers", True), ("mask", False), ("window_size", 256),
+        ("attention_type", "sliding_window"), ("attn", "linear"),
+        ("rope_type", "yarn"), ("residual", "parallel"),
+        ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
     ],
 )  # fmt: skip
 def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:
@@ -43,6 +49,10 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("bias", False), ("tie_weights", True), ("n_layer", 6), ("causal", True), ("seed", 1337),
         ("softcap", 0.0), ("train_loss", 1.8), ("initializer_range", 0.02), ("compile", True),
         ("eos_token_id", 51), ("warmup_iters", 100), ("lr_decay_iters", 5000), ("name", "x"),
+        ("eval_interval", 250), ("tokens_per_step", 500), ("gradient_accumulation_steps", 4),
+        ("num_train_epochs", 3), ("save_every_n_steps", 10), ("tie_word_embeddings", False),
+        ("attention", "flash_attention_2"), ("layer_types", ["full_attention"] * 2),
+        ("tokens_seen", 10**6), ("share_input_output_embed", True), ("n_samples", 5),
     ],
 )  # fmt: skip
 def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> None:
@@ -62,8 +72,27 @@ def test_vocabularies_and_sections_of_a_training_are_no_settings() -> None:
     contents = {"stoi": {"a": 0, "b": 1, "c": 2, "step": 3}, "optimizer": {"softcap": 1.0},
                 "model_args": {"softcap": 2.0}}  # fmt: skip
     assert collect_settings(contents) == {"softcap": 2.0}
+    assert collect_settings({"optimizer": {"eps": 1e-8}}) == {}
     del contents["model_args"]
     assert collect_settings(contents, of_model_alone=True) == {}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {"metadata": {"softcap": 1.0}},
+        {"pretrained_config": {"softcap": 1.0}},
+        {"train_config": {"model": {"softcap": 1.0}}},
+        {"training_args": {"softcap": 1.0, "n_layer": 2}},
+        {"config": {"attn_layers": ["local", "global"], "softcap": 1.0}},
+        {"args": {"softcap": 1.0, "a": "b", **{f"x{n}": n for n in range(300)}}},
+    ],
+)
+def test_settings_of_the_model_are_found_in_other_sections(contents: dict[str, Any]) -> None:
+    """The name or the length of the section hid them."""
+    found = collect_settings(contents, of_model_alone=True)
+    assert found["softcap"] == 1.0
+    assert ("attn_layers" in found) is ("config" in contents)
 
 
 def of_roles(folder: Path) -> None:

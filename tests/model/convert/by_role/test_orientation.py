@@ -1,10 +1,25 @@
 """Orientation: if names do not tell the up matrix from the down matrix, their shapes do."""
 
-import torch
+from collections.abc import Mapping
+from pathlib import Path
 
+import pytest
+import torch
+from torch import Tensor
+
+from logitd.model.convert.by_role.map_file import MapFile, recognize_with
 from logitd.model.convert.by_role.recognize import recognize
+from logitd.model.convert.by_role.tensor_map import Role, check
+from logitd.model.convert.foreign import ConvertError
 
 ROWS, WIDTH, HIDDEN = 50, 32, 64
+
+
+def model_of(layer: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    tensors = {"wte.weight": torch.ones(ROWS, WIDTH)}
+    return tensors | {
+        f"h.{n}.{name}": torch.ones(shape) for n in range(2) for name, shape in layer.items()
+    }
 
 
 def test_swapped_up_and_down_are_exchanged() -> None:
@@ -19,13 +34,96 @@ def test_swapped_up_and_down_are_exchanged() -> None:
         "ln1.weight": (WIDTH,),
         "ln2.weight": (WIDTH,),
     }
-    tensors = {"wte.weight": torch.ones(ROWS, WIDTH)}
-    tensors |= {
-        f"h.{n}.{name}": torch.ones(shape) for n in range(2) for name, shape in layer.items()
-    }
-    mapped = recognize("model.pt", tensors)
+    mapped = recognize("model.pt", model_of(layer))
     assert mapped.names["mlp_up", "weight"] == "h.{N}.mlp.beta_matrix.weight"
     assert mapped.names["mlp_down", "weight"] == "h.{N}.mlp.alpha_matrix.weight"
     assert mapped.names["mlp_down", "bias"] == "h.{N}.mlp.alpha_matrix.bias"
     assert ("mlp_up", "bias") not in mapped.names
     assert mapped.transposed == frozenset()
+
+
+ATTENTION = ("W_q", "W_k", "W_v", "W_o")
+SQUARES: frozenset[Role] = frozenset(("query", "key", "value", "attention_out"))
+NORMS = {"ln1.weight": (WIDTH,), "ln2.weight": (WIDTH,)}
+
+
+def attention(end: str) -> dict[str, tuple[int, ...]]:
+    return {f"attn.{name}{end}": (WIDTH, WIDTH) for name in ATTENTION}
+
+
+def feed_forward(end: str, *, transposed: bool) -> dict[str, tuple[int, ...]]:
+    up, down = (HIDDEN, WIDTH), (WIDTH, HIDDEN)
+    shapes = (down, up) if transposed else (up, down)
+    return {f"mlp.{name}{end}": shape for name, shape in zip(("w1", "w2"), shapes, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("attention_end", "end", "in_out", "squares"),
+    [
+        (".weight", ".weight", False, False),
+        (".weight", ".weight", True, True),
+        ("", "", True, True),
+        ("", "", False, False),
+        (".weight", "", True, False),
+    ],
+)
+def test_square_matrices_are_stored_like_others_of_their_kind(
+    attention_end: str, end: str, in_out: bool, squares: bool
+) -> None:
+    layer = attention(attention_end) | feed_forward(end, transposed=in_out) | NORMS
+    mapped = recognize("model.pt", model_of(layer))
+    assert mapped.unclear == frozenset()
+    assert (mapped.transposed >= SQUARES) is squares
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        attention("") | feed_forward(".weight", transposed=False) | NORMS,
+        attention("") | {"mlp.w1": (WIDTH, WIDTH), "mlp.w2": (WIDTH, WIDTH)} | NORMS,
+        {"attn.c_attn.weight": (WIDTH, 3 * WIDTH), "attn.c_proj.weight": (WIDTH, WIDTH)}
+        | feed_forward(".weight", transposed=False)
+        | NORMS,
+    ],
+)
+def test_unclear_square_matrices_are_a_question(layer: Mapping[str, tuple[int, ...]]) -> None:
+    """They were read as (out, in) without a word."""
+    tensors = model_of(layer)
+    with pytest.raises(ConvertError, match=r"square matrix .* --map file: transposed = \["):
+        check("model.pt", tensors, recognize("model.pt", tensors))
+    for given in (frozenset[Role](), frozenset[Role](("attention_out",))):
+        stated = recognize_with(MapFile(Path("m.toml"), transposed=given), "model.pt", tensors)
+        assert ("attention_out" in stated.transposed) is bool(given)
+        check("model.pt", tensors, stated)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_names_decide_which_matrix_is_up(named: bool) -> None:
+    """The feed-forward is stored (in, out), and attention (out, in). The two matrices were taken
+    for each other; unless a name shows which is up, they are."""
+    names = ("W1", "W2") if named else ("matrix_x", "matrix_y")
+    layer = {
+        "attn.qkv.weight": (3 * WIDTH, WIDTH),
+        "attn.proj.weight": (WIDTH, WIDTH),
+        f"mlp.{names[0]}": (WIDTH, HIDDEN),
+        f"mlp.{names[1]}": (HIDDEN, WIDTH),
+    } | NORMS
+    mapped = recognize("model.pt", model_of(layer))
+    assert mapped.name("mlp_up") == f"h.{{N}}.mlp.{names[0 if named else 1]}"
+    assert ("mlp_up" in mapped.transposed) is named
+
+
+def test_square_feed_forward_without_names_is_refused() -> None:
+    """The order in the file decided."""
+    square = {"mlp.alpha.weight": (WIDTH, WIDTH), "mlp.beta.weight": (WIDTH, WIDTH)}
+    layer = attention(".weight") | square | NORMS
+    with pytest.raises(ConvertError, match=r"found h\.\{N\}\.mlp\.alpha.* Name the matrices"):
+        recognize("model.pt", model_of(layer))
+
+
+def test_norms_without_a_place_are_refused() -> None:
+    """The order in the file decided."""
+    layer = attention(".weight") | feed_forward(".weight", transposed=False)
+    tensors = model_of(layer | {"norm_x.weight": (WIDTH,), "norm_y.weight": (WIDTH,)})
+    with pytest.raises(ConvertError, match=r"without a known role in a GPT: h\.0\.norm_x"):
+        check("model.pt", tensors, recognize("model.pt", tensors))

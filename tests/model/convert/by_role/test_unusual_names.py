@@ -72,6 +72,16 @@ def test_final_norm_may_end_the_list_of_blocks() -> None:
     assert mapped.names["token_embedding", "weight"] == "table.weight"
 
 
+def test_final_norm_may_be_named_before_the_head() -> None:
+    tensors = {
+        "letters.weight": torch.rand(ROWS, WIDTH),
+        **block(BLOCK, "layers.0."),
+        **block(BLOCK, "layers.1."),
+        "pre_head_norm.weight": torch.rand(WIDTH),
+    }
+    assert roles(tensors)["final_norm", "weight"] == "pre_head_norm.weight"
+
+
 def test_tables_without_a_telling_name() -> None:
     """The table with the same shape as the head holds token embeddings; the other table holds
     position embeddings."""

@@ -1,0 +1,162 @@
+"""Questions: a setting that is not understood, or that contradicts the tensors, is not assumed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitd.model.convert.by_role.questions import Finding, find, states_rms
+from logitd.model.convert.by_role.read import RoleOptions, recognize_file
+from logitd.model.convert.by_role.recognize import recognize
+from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.state_file import StateFile
+from tests.model.convert.by_role.scheme import findings, mapped, state, state_file
+from tests.model.convert.by_role.schemes import SCHEMES
+
+
+def finding(name: str, field: str, **settings: Any) -> Finding:
+    return findings(mapped(SCHEMES[name].model()), settings)[field]
+
+
+def of_tensors(tensors: dict[str, Tensor], **settings: Any) -> dict[str, Finding]:
+    return dict(find(MappedTensors("m.pt", tensors, recognize("m.pt", tensors)), {}, settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "settings", "value"),
+    [
+        ("llama", "norm_eps", {"norm_eps": "1e-3"}, 1e-3),
+        ("llama", "rope_theta", {"rope_theta": "5e5"}, 5e5),
+        ("llama", "qk_norm_eps", {"qk_norm_eps": "1e-3"}, 1e-3),
+        ("llama", "qk_norm", {"qk_norm": 1}, "unit"),
+        ("llama", "qk_norm", {"qk_norm": "rms"}, "unit"),
+        ("llama", "qk_norm", {"qk_norm": False}, "none"),
+        ("llama", "qk_norm", {"use_qk_norm": "none"}, "none"),
+        ("llama", "norm_eps", {"eps": 1e-3}, 1e-3),
+        ("llama", "norm_eps", {"norm_eps": "1e-5", "rms_norm_eps": 1e-5, "eps": 1e-8}, 1e-5),
+    ],
+)
+def test_setting_is_understood(name: str, field: str, settings: dict[str, Any], value: Any) -> None:
+    """The texts were dropped: YAML's 1e-5 is one."""
+    found = finding(name, field, **settings)
+    assert (found.values, found.ambiguous) == ((value,), False)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "settings"),
+    [
+        ("llama", "norm_eps", {"norm_eps": "small"}),
+        ("llama", "norm_eps", {"norm_eps": 0}),
+        ("llama", "norm_eps", {"eps": 1e-8, "lr": 3e-4}),
+        ("llama", "rope_theta", {"rope_theta": -1.0}),
+        ("llama", "qk_norm", {"qk_norm": "l2"}),
+        ("llama", "qk_norm", {"qk_layernorm": True}),
+        ("llama", "n_head", {"n_head": 4, "head_dim": 16}),
+        ("llama", "n_head", {"n_head": 4, "n_kv_head": 4}),
+        ("llama", "n_head", {"n_head": 5}),
+        ("llama", "positions", {"rope_theta": 1e4, "pos_encoding": "sinusoidal"}),
+        ("llama", "positions", {"rope_theta": 0}),
+        ("llama", "n_head", {"n_head": 4, "num_heads": 8}),
+        ("nanoGPT", "activation", {"activation": "relu", "hidden_act": "gelu"}),
+        ("llama", "norm_eps", {"norm_eps": 1e-5, "rms_norm_eps": "1e-6"}),
+        ("nanoGPT", "positions", {"rope_theta": 1e4}),
+        ("llama, QK-norm", "qk_norm", {}),
+        ("llama, QK-norm", "qk_norm", {"rms_norm_eps": 1e-6, "qk_norm": False}),
+    ],
+)
+def test_unclear_setting_is_a_question(name: str, field: str, settings: dict[str, Any]) -> None:
+    assert finding(name, field, **settings).ambiguous
+
+
+@pytest.mark.parametrize(
+    ("settings", "rms"),
+    [
+        ({"use_rms_norm": 0}, False),
+        ({"qk_norm": "rms"}, False),
+        ({"grad_rms": 0.3}, False),
+        ({"comment": "not an rms norm"}, False),
+        ({"norm_type": "layernorm", "rms_norm_eps": 1e-6}, False),
+        ({"use_rms_norm": 1}, True),
+        ({"norm": "rms"}, True),
+        ({"use_rmsnorm": True}, True),
+        ({"rms_norm_eps": 1e-6}, True),
+    ],
+)
+def test_only_settings_about_norms_state_the_norm(settings: dict[str, Any], rms: bool) -> None:
+    assert states_rms(settings) is rms
+
+
+def test_text_that_contains_alibi_is_no_position() -> None:
+    """The import was refused."""
+    assert finding("llama", "positions", run="runs/no-alibi-2").ambiguous
+    with pytest.raises(ConvertError, match="pos is 'alibi'"):
+        finding("llama", "positions", pos="alibi")
+
+
+def test_other_number_of_layers_is_refused() -> None:
+    """A model that uses each layer twice was computed with each layer once."""
+    with pytest.raises(ConvertError, match=r"num_layers .* is 4, but the tensors have 2 layers"):
+        finding("nanoGPT", "n_head", num_layers=4)
+
+
+def test_stated_tie_that_the_tensors_contradict_is_refused() -> None:
+    finding("nanoGPT", "n_head", tie_weights=True)
+    finding("book", "n_head", tie_weights=False)
+    with pytest.raises(ConvertError, match=r"tie_weights .* is true, but .* a head that differs"):
+        finding("book", "n_head", tie_weights=True)
+    with pytest.raises(ConvertError, match=r"tie_word_embeddings .* is false, but .* no head"):
+        finding("matrices (in, out)", "n_head", tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("lost", ["q_norm", "k_norm"])
+def test_norm_of_only_queries_or_keys_is_refused(lost: str) -> None:
+    """A norm of keys alone was dropped."""
+    tensors = state(SCHEMES["llama, QK-norm"].model())
+    tensors = {name: tensor for name, tensor in tensors.items() if lost not in name}
+    with pytest.raises(ConvertError, match=r"norm\.weight is a norm of only queries or only keys"):
+        of_tensors(tensors)
+
+
+@pytest.mark.parametrize("name", ["segments.weight", "relative_position.weight"])
+def test_table_that_no_name_calls_positions_is_a_question(name: str) -> None:
+    tensors = state(SCHEMES["llama"].model()) | {name: torch.rand(2, 32)}
+    found = of_tensors(tensors)["positions"]
+    assert (found.values, found.ambiguous) == (("learned",), True)
+
+
+def test_flag_answers_contradicting_heads() -> None:
+    """The message named --n-head, which had no effect."""
+    file = state_file(SCHEMES["nanoGPT"].model(), settings={"n_head": 5})
+    recognized = recognize_file(file, RoleOptions(answers={"n_head": 4}))
+    assert recognized.findings["n_head"].values == (4,)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("class_weights", torch.rand(29)),
+        ("word_embedding_norm.weight", torch.rand(32)),
+        ("logit_scale", torch.tensor(2.0)),
+        ("gates", torch.rand(2, 1, 1, 32)),
+        ("bigram_embed.weight", torch.rand(29, 32)),
+    ],
+)
+def test_tensor_outside_the_layers_with_no_role_is_refused(name: str, tensor: Tensor) -> None:
+    """Each got a role by its shape, or was dropped."""
+    tensors = state(SCHEMES["torch, post-LN"].model()) | {name: tensor}
+    tensors = {each: value for each, value in tensors.items() if "fc_out" not in each}
+    with pytest.raises(ConvertError, match=rf"without a known role in a GPT: {name} "):
+        recognize_file(
+            StateFile(state_file(SCHEMES["book"].model()).path, "m", tensors), RoleOptions()
+        )
+
+
+def test_scale_of_a_sublayer_is_no_norm() -> None:
+    tensors = state(SCHEMES["one norm for both"].model())
+    tensors |= {f"h.{n}.ls_1.gamma": torch.rand(32) for n in range(2)}
+    with pytest.raises(ConvertError, match=r"without a known role in a GPT: h\.0\.ls_1\.gamma "):
+        recognize_file(
+            StateFile(state_file(SCHEMES["book"].model()).path, "m", tensors), RoleOptions()
+        )
