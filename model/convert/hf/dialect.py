@@ -84,8 +84,8 @@ def _opening(pattern: str, at: int) -> str:
         )
     if match["options"] and match[0].endswith(")") and at:
         raise ConvertError(
-            f"the split pattern has {match[0]!r} at index {at}: behind it, | means different things "
-            "in the two dialects; write (?i:...) instead"
+            f"the split pattern has {match[0]!r} at index {at}: behind it, | means different "
+            "things in the two dialects; write (?i:...) instead"
         )
     if match[0] == "(" and pattern[at + 1 : at + 2] == "?":
         raise ConvertError(
