@@ -48,6 +48,8 @@ the second splits at white space and separates only some common marks; the third
 white space."""
 
 WORDS_AND_MARKS = r"\w+|[^\w\s]+"
+"""Pattern of the pre-tokenizer Whitespace of Hugging Face's tokenizers. Its `\\w` includes accents
+and vowel signs, but no digits such as ², as in `regex`; the other patterns are Python's."""
 CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))
 """Patterns that run in linear time."""
 
@@ -115,7 +117,8 @@ class PieceEncoder:
         several = [word[1:] for word in self._ids if spaced and len(word.split()) > 1]
         self.is_known = pattern.removeprefix(whole_first(several)) in CUTS
         """True if the pattern is known to run in linear time."""
-        self._cut = re.compile(pattern)
+        engine = regex if pattern == WORDS_AND_MARKS else re
+        self._cut = engine.compile(pattern)
         self._bounded = None if self.is_known else regex.compile(pattern)
 
     def encode(self, text: str, at: int, split_time: SplitTime) -> list[int]:

@@ -5,6 +5,7 @@ syntax. These constructs in split patterns differ between the two:
 
   X{1,2}+   in fancy-regex: one or two, without backtracking; in Ruby: one or two, repeated
   $ and ^   in fancy-regex: the ends of the text; in Ruby: the ends of each line
+  a(?i)b|c  in fancy-regex: ab or c; in Ruby: ab or ac
   (?s: (?m: the dot matches line breaks, too: (?s: in fancy-regex, (?m: in Ruby
 
 A translated pattern has the same meaning as the original. Patterns that cannot be translated are
@@ -80,6 +81,11 @@ def _opening(pattern: str, at: int) -> str:
         raise ConvertError(
             f"the split pattern has {pattern[at : at + 6]!r} at index {at}; the only "
             "group option that can be translated is (?i:"
+        )
+    if match["options"] and match[0].endswith(")") and at:
+        raise ConvertError(
+            f"the split pattern has {match[0]!r} at index {at}: behind it, | means different "
+            "things in the two dialects; write (?i:...) instead"
         )
     if match[0] == "(" and pattern[at + 1 : at + 2] == "?":
         raise ConvertError(

@@ -415,7 +415,7 @@ def _word_cut(document: Mapping[str, Any], path: Path) -> str:
     if step.get("type") == "Split" and removed and isinstance(pattern, dict):
         source = pattern.get("Regex")
         if isinstance(source, str):
-            return source
+            return from_oniguruma(source)
     raise ConvertError(
         f"{path} splits texts with {step.get('type')}; for a vocabulary of words, only "
         f"{', '.join(WORD_CUTS)} and a Split that keeps the matches of a regular expression can be "

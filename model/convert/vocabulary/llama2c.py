@@ -9,6 +9,7 @@ longer token contains such a character; in that case, the vocabulary is refused.
 
 import re
 import struct
+from itertools import pairwise
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
 from logitd.model.convert.vocabulary.words import WITHOUT_TEXT, special_names, with_all_bytes
@@ -88,8 +89,9 @@ def _check_mergeable(entries: list[_Entry], pieces: dict[int, bytes], where: str
             f"{WITHOUT_TEXT}"
         )
     scores = [entries[token_id][0] for token_id in merged]
-    if scores != sorted(scores, reverse=True) or len(set(pieces.values())) < len(pieces):
+    falling = all(before > after for before, after in pairwise(scores))
+    if not falling or len(set(pieces.values())) < len(pieces):
         raise ConvertError(
-            f"{where}: its ids are not in the order of its scores, so with ranks, different "
-            f"pairs would be merged. {WITHOUT_TEXT}"
+            f"{where}: its ids are not in the order of its scores, or some scores are equal, so "
+            f"with ranks, different pairs would be merged. {WITHOUT_TEXT}"
         )

@@ -120,8 +120,8 @@ def test_llama2c_files_of_another_size_are_refused(tmp_path: Path) -> None:
 
 
 def equal_names_npz(path: Path) -> None:
-    with path.open("wb") as file:
-        np.savez(file, **{"h/w": np.zeros((2, 2)), "h.w": np.ones((2, 2))})
+    arrays: dict[str, Any] = {"h/w": np.zeros((2, 2)), "h.w": np.ones((2, 2))}
+    np.savez(path, **arrays)
 
 
 def hollow_npz(path: Path) -> None:

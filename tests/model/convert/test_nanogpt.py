@@ -62,8 +62,9 @@ def save_meta(path: Path, **changes: Any) -> None:
 
 def test_checkpoint_older_than_the_setting_bias_has_the_approximate_gelu(tmp_path: Path) -> None:
     model = small(len(STOI), bias=True)
-    for block in model.transformer.h:
-        block.mlp.activation = torch.nn.GELU(approximate="tanh")
+    for gelu in model.modules():
+        if isinstance(gelu, torch.nn.GELU):
+            gelu.approximate = "tanh"
     arguments = {key: value for key, value in asdict(model.config).items() if key != "bias"}
     save(tmp_path / "ckpt.pt", model, model_args=arguments, stoi=STOI)
     import_model(tmp_path / "ckpt.pt", tmp_path / "ours")

@@ -56,7 +56,9 @@ def test_patterns_are_rewritten(pattern: str, theirs: str, ours: str) -> None:
     assert from_oniguruma(pattern) == ours
 
 
-@pytest.mark.parametrize("pattern", ["(?s:.)", "(?m)a", "(?-i:a)", "a)", "[a", "(?P<n>a)"])
+@pytest.mark.parametrize(
+    "pattern", ["(?s:.)", "(?m)a", "a(?i)b|c", "(?-i:a)", "a)", "[a", "(?P<n>a)"]
+)
 def test_untranslatable_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ConvertError):
         to_oniguruma(pattern)

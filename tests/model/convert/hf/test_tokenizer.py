@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, normalizers, pre_tokenizers
@@ -351,7 +351,7 @@ def test_ids_that_the_source_leaves_out_are_closed_up(tmp_path: Path) -> None:
 
 
 def word_level(cut: Any, special: list[str]) -> Library:
-    words = [*special, "the", "cat", "sat", ".", "it", "'", "s", "it's", "[UNK]"]
+    words = [*special, "the", "cat", "sat", ".", "it", "'", "s", "it's", "न्", "²", "[UNK]"]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
     library = Library(model)
     library.pre_tokenizer = cut
@@ -368,7 +368,8 @@ def word_level(cut: Any, special: list[str]) -> Library:
     ],
     ids=["words and marks", "white space", "own"],
 )
-@given(st.lists(st.sampled_from(["the", "cat", " ", "\n ", ".", "it", "'", "s", "dog"])))
+@given(st.lists(st.sampled_from(["the", "cat", " ", "\n ", ".", "it", "'", "s", "dog", "न्"])))
+@example(["न्", " ", "cat"])
 def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
     library, text = word_level(cut, ["<pad>"]), "".join(parts)
     ids = library.encode(text).ids
@@ -380,6 +381,13 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
     else:
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids).split() == library.decode(ids).split()
+
+
+def test_raised_digit_is_a_mark_as_in_the_library(tmp_path: Path) -> None:
+    """It is a part of a word in Python's expressions."""
+    library = word_level(pre_tokenizers.Whitespace(), [])
+    ids = read(library, tmp_path).tokenizer.encode("the cat²")
+    assert ids == library.encode("the cat²").ids
 
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:

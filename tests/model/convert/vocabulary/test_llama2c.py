@@ -66,6 +66,7 @@ def test_ids_equal_those_of_run_c(text: str) -> None:
     [
         ([*SMALL, (-200.0, "a’")], "joins a multi-byte character"),
         ([*SMALL, (1.0, "bb")], "not in the order of its scores"),
+        ([*SMALL, (-6.0, "bb")], "some scores are equal"),  # of two such pairs, the first is merged
     ],
 )
 def test_vocabularies_that_ranks_cannot_say_are_refused(entries: Entries, sentence: str) -> None:
