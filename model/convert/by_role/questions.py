@@ -28,6 +28,7 @@ from logitd.model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
+from logitd.model.convert.by_role.layers import module_name
 from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.by_role.tensor_map import MappedTensors
@@ -502,13 +503,16 @@ class _File:
             layouts = ("kqv", "qkv", "per_head")
         if queries != keys:
             layouts = tuple(layout for layout in layouts if layout != "per_head")
+        elif "query_key_value" in name.lower():
+            origin = "GPT-NeoX and BLOOM store it head by head, others one kind after the other"
+            return Finding(layouts, origin, True)
         return Finding(layouts, CONVENTION)
 
     def gate_order(self) -> Finding:
         orders: tuple[GateOrder, ...] = get_args(GateOrder)
         if not self.tensors.map.has_gate:
             return Finding(orders[:1], UNUSED)
-        if "gate" in self.tensors.map.name("mlp_gate").lower():
+        if "gate" in module_name(self.tensors.map.name("mlp_gate"))[-1].lower():
             return Finding(orders[:1], "its names say which is the gate")
         return Finding(orders, CONVENTION)
 

@@ -160,3 +160,16 @@ def test_scale_of_a_sublayer_is_no_norm() -> None:
         recognize_file(
             StateFile(state_file(SCHEMES["book"].model()).path, "m", tensors), RoleOptions()
         )
+
+
+def test_order_of_query_key_value_is_asked() -> None:
+    """GPT-NeoX stores a matrix of this name head by head; the usual order was assumed."""
+    tensors = state(SCHEMES["fused, head by head"].model())
+    assert any("query_key_value" in name for name in tensors)
+    assert of_tensors(tensors)["qkv_layout"].ambiguous
+
+
+def test_only_the_last_part_of_a_name_says_which_is_the_gate() -> None:
+    named = state(SCHEMES["llama2.c"].model())
+    tensors = {f"navigate.{name}": tensor for name, tensor in named.items()}
+    assert len(of_tensors(tensors)["gate_order"].values) == 2
