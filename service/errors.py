@@ -29,7 +29,7 @@ from logitd.model.operations.validation import describe_problem
 from logitd.model.plural import pluralize
 from logitd.service.engine.admission import Limit, QueueFull
 from logitd.service.engine.submission import REPLACED, EngineStopped
-from logitd.service.http.schemas import ErrorReply
+from logitd.service.http.schemas import ErrorReply, without_surrogates
 
 ErrorType = Literal[
     "invalid_request_error",
@@ -63,7 +63,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {
             "error": {
-                "message": self.message,
+                "message": without_surrogates(self.message),
                 "type": self.type,
                 "param": self.param,
                 "code": self.code,

@@ -2,9 +2,19 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from logitd.model.operations.body import CheckpointName, ReplyBody
+
+
+def without_surrogates(text: str) -> str:
+    """A text that may name a path, as valid Unicode: bytes of the path that are not UTF-8, which
+    Python represents as surrogates, become question marks."""
+    return text.encode(errors="replace").decode()
+
+
+def _without_surrogates(text: str | None) -> str | None:
+    return text and without_surrogates(text)
 
 
 class ErrorDetail(ReplyBody):
@@ -25,6 +35,8 @@ class ModelStatus(ReplyBody):
     status: Literal["ok", "stalled", "failed"]
     reason: str | None = Field(description="Reason why the model does not answer, if known.")
 
+    _unicode = field_validator("reason")(_without_surrogates)
+
 
 class Health(ReplyBody):
     status: Literal["ok", "loading", "draining", "stalled", "failed"]
@@ -34,6 +46,8 @@ class Health(ReplyBody):
         description="Status of each model, if there are several. If one could not be loaded, "
         "the others still answer.",
     )
+
+    _unicode = field_validator("reason")(_without_surrogates)
 
 
 class QuantizationInfo(ReplyBody):

@@ -47,6 +47,7 @@ class ServiceState:
         self._failure: str | None = None
         self._leaving = False  # no longer ready, but requests are still answered
         self._draining = False
+        self.metrics.ready.set_function(lambda: float(self._answers(self.status()[0])))
 
     def serve(
         self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None
@@ -59,7 +60,6 @@ class ServiceState:
             if isinstance(model, ServedModel):
                 metrics = self.metrics.of(source.served_name)
                 metrics.serving(model.checkpoint, model.engine.admission)
-        self.metrics.ready.set(1)
         self.settled.set()
 
     def fail(self, reason: str) -> None:
@@ -115,8 +115,7 @@ class ServiceState:
     def ready(self) -> Models:
         """The models. Raises ApiError (503) unless requests are being answered."""
         status, reason = self.status()
-        leaving = status == "draining" and not self._draining
-        if status == "ok" or leaving:
+        if self._answers(status):
             return self.models
         raise unavailable(
             {
@@ -124,6 +123,10 @@ class ServiceState:
                 "draining": "the server is shutting down",
             }.get(status, f"the service has failed: {reason}")
         )
+
+    def _answers(self, status: Status) -> bool:
+        """True if requests are answered in this status. After `leave`, they are until `drain`."""
+        return status == "ok" or (status == "draining" and not self._draining)
 
 
 def observe_step(observe: Callable[[StepReport], None], report: StepReport) -> None:

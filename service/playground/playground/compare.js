@@ -4,7 +4,7 @@
 import { chosenModel, events, get, post, postArray } from "./api.js";
 import { bars, Vocabulary } from "./distribution.js";
 import { button, choice, element, fill, find, heading, hint, labeled, showProblem } from "./dom.js";
-import { ofPrompt } from "./interventions.js";
+import { ofPrompt, within } from "./interventions.js";
 import { drawSeed, entropyBits, ranked, softmax } from "./sampling.js";
 import { choose, collect, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
 
@@ -209,9 +209,11 @@ export class Compare {
     if (/[\uD800-\uDBFF]$/.test(a.slice(0, same))) same--; // half of a character
     if (a === b) return void (find("divergence").textContent = `With seed ${seed} both texts are equal.`);
     const [at] = this.#sides.map((side) => side.mark(same));
+    const ended = [a, b].findIndex((text) => text.length === same);
     const [count, unit] = first.vocabulary.idsAlone ? [at, "token"] : [[...a.slice(0, same)].length, "character"];
     const after = count === 0 ? "immediately" : `after ${count} ${unit}${count === 1 ? "" : "s"}`;
-    find("divergence").textContent = `With seed ${seed} the texts diverge ${after}.`;
+    const what = ended < 0 ? "the texts diverge" : `the text of ${this.#sides[ended].letter} ends, and the other continues,`;
+    find("divergence").textContent = `With seed ${seed} ${what} ${after}.`;
     await this.#show("Where the texts diverge", first.before(first.prompt.length + at), first);
   }
 
@@ -237,17 +239,23 @@ export class Compare {
     this.#show(`Candidates for token ${index} of ${side.letter}, "${side.vocabulary.shown(span.textContent)}"`, side.before(index), side);
   }
 
-  // Show both distributions after a text; `ids` are tokens of the side `own`.
+  // Show both distributions after a text, which is the prompt if `own` is null, or else begins with it; `ids` are
+  // tokens of the side `own`.
   #show(title, { ids, text }, own) {
     return fill(find("both"), async (signal) => {
       if (this.#sides[0].vocabulary.idsAlone !== this.#sides[1].vocabulary.idsAlone) {
         return element("p", { class: "problem" }, "One of these models has a vocabulary and the other has none, so they have no prompt in common.");
       }
-      const interventions = ofPrompt(this.#app.interventions.list);
+      const { list } = this.#app.interventions;
       const probs = await Promise.all(
         this.#sides.map(async (side) => {
-          const body = { model: side.model, prompt: side === own ? ids : text, interventions };
-          return softmax((await postArray("/logits", body, signal)).values);
+          const prompt = side === own ? ids : text;
+          let interventions = ofPrompt(list);
+          if (own !== null && list.length) {
+            const { length } = await side.vocabulary.tokens(prompt, signal);
+            interventions = within(list, side.prompt.length, length);
+          }
+          return softmax((await postArray("/logits", { model: side.model, prompt, interventions }, signal)).values);
         }),
       );
       const rows = await this.#rows(probs, signal);

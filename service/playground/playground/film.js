@@ -60,7 +60,7 @@ export class Film {
   }
 
   update(swapped = false) {
-    const body = { prompt: this.#app.prompt(), interventions: ofPrompt(this.#app.interventions.list) };
+    const body = { prompt: this.#app.prompt(), interventions: this.#app.interventions.list };
     const key = JSON.stringify(body);
     if (key !== this.#prompt?.key) {
       this.#prompt = { key, body };
@@ -125,11 +125,11 @@ export class Film {
   async #fetch(at, signal) {
     const step = this.#step(at);
     const { body } = this.#prompt;
-    const asked = { ...body, step };
+    const asked = { ...body, interventions: ofPrompt(body.interventions), step };
     if (!this.#scores.has(step)) this.#scores.set(step, await this.#score(step, signal));
     let frame = this.#frames.get(step);
     if (!frame) {
-      const completion = await post("/generate", { ...asked, max_tokens: COMPLETION, temperature: 0, logprobs: SHOWN, prompt_logprobs: 0 }, signal);
+      const completion = await post("/generate", { ...body, step, max_tokens: COMPLETION, temperature: 0, logprobs: SHOWN, prompt_logprobs: 0 }, signal);
       const prompt = completion.prompts[0].tokens;
       const positions = [...prompt.keys()].slice(-COLUMNS);
       const lens = await post("/lens", { ...asked, positions, top_k: 1 }, signal);

@@ -17,6 +17,7 @@ class Run {
     this.prompt = []; // tokens in the form of /generate
     this.tokens = [];
     this.status = "";
+    this.stopped = false; // the last token is a stop token, whose text is not part of the text
   }
 
   // The request for exactly this completion.
@@ -31,6 +32,7 @@ class Run {
 
   add(event) {
     collect(event, this);
+    this.stopped ||= event.choices.some((choice) => Number.isInteger(choice.stop_reason));
     if (!event.usage) return;
     const { tokens_per_second: rate, ttft_ms: first } = event.timings;
     const count = event.usage.completion_tokens;
@@ -178,11 +180,11 @@ export class Generate {
     }
   }
 
-  // Append the completion to the prompt.
+  // Append the completion to the prompt. As a text, the name of a stop token would not be that token.
   #extend() {
     const run = this.#tree.current;
     const { vocabulary } = this.#app;
-    this.#app.setPrompt(vocabulary.idsAlone ? run.ids().join(" ") : texts(run.all(), vocabulary).join(""));
+    this.#app.setPrompt(vocabulary.idsAlone ? run.ids().join(" ") : texts(run.stopped ? run.all().slice(0, -1) : run.all(), vocabulary).join(""));
   }
 
   #busy(busy) {

@@ -34,6 +34,7 @@ export class ModelTab {
   #trainingTimer = null;
   #before = null; // { time, tokens, prompt }
   #rates = [];
+  #going = false; // the training was running at the last reply
 
   constructor(app) {
     this.#app = app;
@@ -59,13 +60,12 @@ export class ModelTab {
   // Draw the training, repeatedly while it is running.
   async #follow(key = null) {
     clearTimeout(this.#trainingTimer);
-    let going = false;
     await fill(find("training"), async (signal) => {
       const { progress, ...rest } = await get("/card", signal);
-      going = progress !== null && progress.done < 1;
+      this.#going = progress !== null && progress.done < 1;
       return this.#training(progress, rest);
     }, key);
-    if (going && !find("panel-model").hidden) this.#trainingTimer = setTimeout(() => this.#follow(), TRAINING_MS);
+    if (this.#going && !find("panel-model").hidden) this.#trainingTimer = setTimeout(() => this.#follow(), TRAINING_MS);
   }
 
   #facts() {

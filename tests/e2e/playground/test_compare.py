@@ -1,6 +1,8 @@
 """The Compare tab, and the choice of a model, on a server with two models."""
 
+import json
 import math
+from urllib.parse import quote
 
 import pytest
 
@@ -86,6 +88,28 @@ def test_chosen_tokens_show_both_distributions(pair: ServedProcess, new_page: Ne
         for entry in told:
             told_share = share(rows[shown(entry["text"])][place])
             assert told_share == pytest.approx(100 * entry["prob"], abs=0.0101)
+
+
+@pytest.mark.parametrize("positions", ["last", "generated"])
+def test_changes_keep_their_positions_at_a_chosen_token(
+    pair: ServedProcess, new_page: NewPage, positions: str
+) -> None:
+    change = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 0.3}
+    change["positions"] = positions
+    link = f"interventions={quote(json.dumps([change]))}"
+    page = ready(
+        new_page(f"{pair.url}/#prompt=import&tab=compare&max_tokens=9&temperature=0&{link}")
+    )
+    compared(page)
+    page.locator("#compare .tokens").first.locator(".token").last.click()
+    page.wait_for_function("document.querySelector('#both h3').textContent.includes('of A')")
+    body = {"prompt": "import", "max_tokens": 9, "temperature": 0, "interventions": [change]}
+    (choice,) = asked(pair, "/generate", model="small", **body, logprobs=1)["choices"]
+    (likeliest,) = choice["tokens"][-1]["top"]
+    rows = {row[0]: row[1:] for row in bars(page, "#both")}
+    assert share(rows[shown(likeliest["text"])][0]) == pytest.approx(
+        100 * math.exp(likeliest["logprob"]), abs=1.5
+    )
 
 
 def test_links_have_the_drawn_seed(pair: ServedProcess, new_page: NewPage) -> None:

@@ -3,6 +3,7 @@ commands.
 """
 
 import re
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,19 @@ def test_copied_branches_are_the_same(server: ServedProcess, new_page: NewPage, 
     body = body_of(copied(page, "copy-curl"))
     trunk = PROMPT + asked(server, "/generate", **body)["choices"][0]["text"]
     assert trunk == text_of(page).removesuffix("<|endoftext|>")
+
+
+def test_stop_token_is_not_used_as_a_prompt(server: ServedProcess, page: Page) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 2}
+
+    def choice(seed: int) -> dict[str, Any]:
+        (only,) = asked(server, "/generate", **body, seed=seed)["choices"]
+        return dict(only)
+
+    seed = next(seed for seed in range(500) if choice(seed)["finish_reason"] == "stop")
+    assert generate(page, seed=seed, max_tokens=8, temperature=2).endswith("<|endoftext|>")
+    page.click("#extend")
+    assert page.input_value("#prompt") == PROMPT + choice(seed)["text"]
 
 
 def test_first_tokens_can_be_chosen(page: Page) -> None:

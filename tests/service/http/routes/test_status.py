@@ -136,6 +136,7 @@ def test_while_draining_new_requests_are_refused_and_running_ones_finish(
         drain = asyncio.run_coroutine_threadsafe(server.state.drain(), server.loop)
         eventually(lambda: health(server) == (503, "draining"))
         assert health(server, LIVE) == (200, "draining")
+        assert server.sample("logitd_ready") == 0
         for path in POSTS:
             response = server.post(path, {"prompt": "a"})
             assert response.status_code == 503
