@@ -18,6 +18,7 @@ from logitd.model.inference.engine.cost import prices
 from logitd.model.inference.engine.requests import Logits, OutputsRequest
 from logitd.model.inference.engine.validation import check_token_ids
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import Intervention as EngineIntervention
 from logitd.model.inference.sampling.distribution import largest, log_softmax
 from logitd.model.inference.sweep import TOKENS, Axis, Cell, Grid, Measure, Metric, make_grid
 from logitd.model.operations.body import (
@@ -187,7 +188,10 @@ class SweepReply(Reply):
     metric: Metric
     prompts: list[SweptPrompt]
     axes: list[SweepAxis]
-    unchanged: SweepValue = Field(description="The result without `vary`.")
+    unchanged: SweepValue = Field(
+        description="The result without `vary`, computed by the same code as the cells; may differ "
+        "from the result of /logits by rounding."
+    )
     cells: list[SweepCell] = Field(
         description="In the order of the axes; the last axis changes fastest."
     )
@@ -240,7 +244,8 @@ def plan(body: SweepRequest, subject: Subject) -> Planning:
     if body.metric == "kl":
         held += 2 * len(prompts) * subject.config.vocab_size  # of float64
     subject.check_array(held)
-    measures, unchanged = yield from _measures(body, rows, subject)
+    plain = [_scaled_by_one(row, changes[0]) for row, changes in zip(rows, varied, strict=True)]
+    measures, unchanged = yield from _measures(body, plain, subject)
     jobs = [
         replace(row, output=Logits(columns=measure.columns))
         for row, measure in zip(rows, measures, strict=True)
@@ -279,6 +284,13 @@ def _check_alike(grids: Sequence[Grid], prompts: Sequence[Sequence[int]]) -> Non
                 "over layers or heads",
                 "over",
             )
+
+
+def _scaled_by_one(row: OutputsRequest, change: EngineIntervention) -> OutputsRequest:
+    """The request without `change`, computed by the same code as a cell: other code may round
+    differently, in bfloat16 or int4 by more than a head contributes."""
+    same = EngineIntervention(stage=change.stage, operation="scale", positions=change.positions)
+    return replace(row, interventions=(*row.interventions, same))
 
 
 def _measures(

@@ -221,7 +221,9 @@ class Sweep(Reply):
     metric: str
     prompts: tuple[SweptPrompt, ...]
     axes: tuple[SweepAxis, ...]
-    unchanged: SweepValue  # The result without `vary`.
+    # The result without `vary`, computed by the same code as the cells; may differ from the
+    # result of /logits by rounding.
+    unchanged: SweepValue
     cells: tuple[SweepCell, ...]  # In the order of the axes; the last axis changes fastest.
 
     @property

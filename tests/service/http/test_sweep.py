@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.operations.sweep import SweepReply
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, serving
 
 PROMPT, OTHER = "the first prompt", "another of these"
@@ -92,6 +94,22 @@ def test_axis_that_is_not_swept_is_changed_in_every_cell(server: Serving) -> Non
     for cell in reply.cells[-2:]:
         change = {**vary, "positions": [cell.position]}
         assert logits(server, [97], standing, change) == [cell.value]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_cells_that_change_nothing_have_the_unchanged_value(tmp_path: Path, quantize: str) -> None:
+    """The native decoder computes only prompts without interventions, and rounds activations."""
+    try:
+        load_library()
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    save_tiny_checkpoint(tmp_path / "tiny", gpt=tiny_gpt(tiny_config(head_dim=16)))
+    vary = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 1}
+    with serving(tmp_path / "tiny", kernels="auto", quantize=quantize) as server:
+        reply = sweep(server, vary=vary, over=["layers"], token="a")
+        assert [cell.value for cell in reply.cells] == [reply.unchanged.value] * 3
+        divergence = sweep(server, vary=vary, over=["layers"], metric="kl")
+        assert [cell.value for cell in divergence.cells] == [0.0] * 3
 
 
 def test_default_token_is_the_likeliest(server: Serving) -> None:
