@@ -15,13 +15,14 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from logitd.model.convert.by_role.names import SETTINGS, WRAPPERS, snake_case
+from logitd.model.convert.by_role.names import FIRST_WRAPPER, SETTINGS, snake_case
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
 from logitd.model.convert.containers import container_of, read_json_weights, read_npz
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings
+from logitd.model.owner_code.process.build import without_wrappers
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """In a folder, files with these suffixes count as weight files."""
@@ -225,7 +226,7 @@ def _loose_tensors(
 
 
 def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict by name. Prefixes that wrappers add are removed from the names.
+    """The tensors of a state dict by name. The parts that wrappers add are removed from the names.
     Raises ConvertError if the state dict contains anything other than tensors."""
     unwrapped: dict[str, Tensor] = {}
     for full, tensor in state.items():
@@ -233,9 +234,9 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
             raise ConvertError(
                 f"{where} contains {full!r} of type {type(tensor).__name__}; expected only tensors"
             )
-        name = full
-        while (head := name.partition("."))[0] in WRAPPERS and head[2]:
-            name = head[2]
+        name = without_wrappers(full)
+        while name.startswith(f"{FIRST_WRAPPER}."):
+            name = name.removeprefix(f"{FIRST_WRAPPER}.")
         if name in unwrapped:
             raise ConvertError(f"{where} holds {name} twice, with and without a prefix")
         unwrapped[name] = tensor

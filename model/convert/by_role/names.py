@@ -13,8 +13,8 @@ from logitd.model.transformer.config import Activation
 
 SeparateRole = Literal["query", "key", "value"]
 
-WRAPPERS = ("_orig_mod", "module")
-"""Prefixes that torch.compile and DistributedDataParallel add to every name."""
+FIRST_WRAPPER = "module"
+"""First part of every name in a model that DistributedDataParallel wraps."""
 
 LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|attn|transformer_?blocks?)_?(\d+)")
 """Names of layers that are separate attributes of the model, such as `block_0` and `layer3`."""

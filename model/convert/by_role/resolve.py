@@ -82,9 +82,9 @@ def _by_logits(
         raise ConvertError(
             f"{tensors.where}: no variant that logitd can compute matches the logits of "
             f"{objective.name}: the closest variant{f', with {fields},' if fields else ''} differs "
-            f"by {difference:.3g}, but the limit is {objective.tolerance:.1g}. The owner's code "
-            "computes something that a GPTConfig cannot express, or the weights do not belong to "
-            "this code"
+            f"by {difference:.3g}, but the limit is {objective.tolerance:.1g}. Set the flags whose "
+            "values you know; if that changes nothing, the owner's code computes something that a "
+            "GPTConfig cannot express, or the weights do not belong to this code"
         )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)

@@ -118,14 +118,15 @@ class Search:
         return list(dict.fromkeys(canonical(replace(start, **choice)) for choice in choices))
 
     def _descend(self, how: Computation, names: Sequence[str]) -> Computation:
-        """Set each of these fields in turn to its best value, until no change lowers the
-        penalty."""
+        """Set each of these fields in turn to its best value, until no change lowers the penalty.
+        The kind of positions is set together with the layout: rotary positions in the wrong layout
+        are often worse than none, and without rotary positions all layouts are equal."""
         best, improved = how, True
         while improved:
             improved = False
             for name in names:
-                for value in self._findings[name].values:
-                    other = replace(best, **{name: value})
+                together = [name, "rotary_layout"] if name == "positions" else [name]
+                for other in self._products(best, together):
                     if self.mean(other) < self.mean(best):
                         best, improved = other, True
         return best

@@ -28,6 +28,13 @@ from logitd.model.owner_code.process.problem import Problem
 
 CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_args", "model_config",
                 "settings", "opt", "hyperparameters", "hp")  # fmt: skip
+WRAPPERS = {
+    "_orig_mod",  # torch.compile
+    "_forward_module",  # Lightning Fabric
+    "_checkpoint_wrapped_module",
+    "_fsdp_wrapped_module",
+}
+"""Parts that wrappers add to the names of parameters, at the place of the wrapped module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,10 +326,19 @@ def _refuse_overwritten(model: nn.Module, weights: Mapping[str, Tensor]) -> None
             )
 
 
+def without_wrappers(name: str) -> str:
+    """The name of a parameter without the parts that wrappers add."""
+    parts = name.split(".")
+    return ".".join(part for part in parts if part not in WRAPPERS)
+
+
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights under different names: first under their own names; then, if all names have
-    the same first part, without that part; then with the name of each child module as a prefix."""
+    """Yield the weights under different names: first under their own names; then under the names
+    of a model that wraps its own modules; then, if all names have the same first part, without that
+    part; then with the name of each child module as a prefix."""
     yield dict(weights)
+    wrapped = {without_wrappers(name): name for name in model.state_dict()}
+    yield {wrapped.get(name, name): tensor for name, tensor in weights.items()}
     heads = {name.partition(".")[0] for name in weights}
     if len(heads) == 1:
         yield {name.partition(".")[2]: tensor for name, tensor in weights.items()}

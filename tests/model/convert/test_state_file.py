@@ -97,8 +97,9 @@ def test_file_without_a_state_dict_is_described(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."]
-)
+    "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.",
+               "_forward_module._orig_mod."],
+)  # fmt: skip
 def test_prefixes_of_wrappers_are_removed(prefix: str, tmp_path: Path) -> None:
     wrapped = {prefix + name: tensor for name, tensor in STATE.items()}
     assert_is_state(read_state_file(saved(tmp_path / "m.pt", wrapped)).tensors)
@@ -146,6 +147,12 @@ def test_settings_next_to_tensors_are_read(value: Any, tmp_path: Path) -> None:
     file = read_state_file(saved(tmp_path / "m.pt", value))
     assert_is_state(file.tensors)
     assert file.unknown == {"softcap": 3.0}
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_parts_of_wrapped_blocks_are_removed(wrapper: str, tmp_path: Path) -> None:
+    wrapped = {name.replace("h.0.", f"h.0.{wrapper}."): tensor for name, tensor in STATE.items()}
+    assert_is_state(read_state_file(saved(tmp_path / "m.pt", wrapped)).tensors)
 
 
 def test_name_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:

@@ -190,6 +190,19 @@ def test_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.Mo
     check_logits(write(code, "Wrapped"), book)
 
 
+def test_weights_are_loaded_into_a_model_that_wraps_its_own_modules(
+    write: Write, book: nn.Module
+) -> None:
+    """The names in the file lack the part that a wrapper adds, because the reader removes it."""
+    code = DICTIONARY + (
+        "\n\nPlain = Attention\n\n\nclass Attention(nn.Module):\n"
+        "    def __init__(self, *sizes):\n"
+        "        super().__init__()\n        self._orig_mod = Plain(*sizes)\n"
+        "    def forward(self, x):\n        return self._orig_mod(x)\n"
+    )
+    check_logits(write(code), book)
+
+
 PROBLEMS: dict[str, tuple[str, str, str]] = {
     "an unknown parameter": (
         "class GPT(Base):\n    def __init__(self, vocab_size, temper):\n        pass\n", "GPT",

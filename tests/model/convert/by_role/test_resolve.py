@@ -22,6 +22,7 @@ from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution, first
 from logitd.model.convert.by_role.resolve import answer, resolve
+from logitd.model.convert.by_role.search import Search
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
 from tests.model.convert.by_role.scheme import (
@@ -82,6 +83,16 @@ def test_logits_select_the_sources_computation(name: str, said: Mapping[str, Any
     assert resolution.penalty is not None
     assert resolution.penalty < 1e-4
     assert re.search(r"logits of its class .* largest difference \d", resolution.verified)
+
+
+def test_search_changes_positions_and_rotary_layout_together() -> None:
+    """There is no time to try all combinations. With the wrong layout, rotary positions fit worse
+    than none, so the search once ended without positions."""
+    scheme = replace(SCHEMES["llama2.c"], settings={"n_heads": 4})
+    model = scheme.model(2)
+    tensors, objective = mapped(model), logits_objective(scheme, model)
+    best = Search(tensors, findings(tensors, scheme.settings), objective, seconds=0).best()
+    assert (best.positions, best.rotary_layout) == ("rotary", "interleaved")
 
 
 def test_alternatives_have_their_difference_of_logits() -> None:
