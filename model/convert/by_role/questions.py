@@ -210,14 +210,6 @@ def is_on(value: Any) -> bool:
     return value in (True,) or (isinstance(value, str) and value.lower() in ON)
 
 
-def names_positions(name: str) -> bool:
-    """True if a name says that a table is added to the embedding by position. Tables of relative
-    positions are not."""
-    parts = [words.snake_case(part) for part in name.split(".")]
-    relative = any(re.search(r"(^|_)rel(ative)?(_|$)", part) for part in parts)
-    return not relative and any(words.matches(words.POSITIONS, part) for part in parts)
-
-
 def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
@@ -401,7 +393,7 @@ class _File:
             if rotary:
                 origin = f"{name} is a table of positions, but there is also {rotary}"
                 return Finding(("learned", "rotary"), origin, True)
-            if not names_positions(name):
+            if not words.names_positions(name):
                 return Finding(("learned",), f"only its shape says that {name} is added", True)
             return Finding(("learned",), f"{name} is added")
         for name, value in self.settings.items():
