@@ -211,7 +211,7 @@ TIED = re.compile(
 )
 """Names of settings that say whether the head is the token embedding."""
 NORM_SETTING = re.compile(r"norm|(^|_)ln(_|$)")
-RMS_SETTING = re.compile(r"(?<!no)rms_?norm|^(use_|is_)?rms$")
+RMS_SETTING = re.compile(r"(use_|is_)?(?<!no)rms_?norm|^(use_|is_)?rms$")
 OPTIMIZER_SETTING = re.compile(r"(adam_?)?(betas?|beta_?[12])|lr|learning_rate|weight_decay")
 
 _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")

@@ -344,9 +344,11 @@ class _File:
             return Finding(
                 ("rmsnorm", "layernorm"), "its norms have no weights, or there are none", True
             )
+        rms = words.names_rms(mapped.name("attention_norm")) or states_rms(self.settings)
         if mapped.has("attention_norm", "bias"):
-            return Finding(("layernorm",), "norms have biases")
-        if words.names_rms(mapped.name("attention_norm")) or states_rms(self.settings):
+            origin = f"norms have biases{', but names say that they are RMS norms' if rms else ''}"
+            return Finding(("layernorm",), origin, rms)
+        if rms:
             return Finding(("rmsnorm",), "its names contain rms")
         return Finding(
             ("layernorm", "rmsnorm"), "norms have no biases, so either is possible", True
