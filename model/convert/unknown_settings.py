@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from logitd.model.convert.by_role.names import SETTINGS, TIED
+from logitd.model.convert.by_role.names import RMS_SETTING, SETTINGS, TIED
 from logitd.model.convert.foreign import ConvertError
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
@@ -90,6 +90,8 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("decoder_only", "use_pos_emb", "scale_attn_weights", "autoregressive"), True),
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
+    **dict.fromkeys(("use_sliding_window", "is_encoder_decoder", "output_attentions"), False),
+    **dict.fromkeys(("pretraining_tp", "partial_rotary_factor", "rotary_pct"), 1),
 }
 """Other settings that may change logits, each with the value that makes the source compute the same
 logits as this project's GPT."""
@@ -115,11 +117,18 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
             isinstance(value, int | float)
             and (value is False or value != 0)
             and name not in known
-            and _NEUTRAL.get(name) is not value
+            and not _is_neutral(name, value)
+            and not (by_role and isinstance(value, bool) and RMS_SETTING.fullmatch(name))
             and _NAMES.fullmatch(name) is None
         )
 
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    """True for a setting's value that changes no logit. True is not 1."""
+    neutral = _NEUTRAL.get(name)
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
 def _is_usual(value: Any) -> bool:

@@ -24,7 +24,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from logitd.model.convert.by_role import names as words
 from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.layers import module_name
 from logitd.model.convert.by_role.tensor_map import QKV, SEPARATE, MappedTensors, Part, Role
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.layouts import evens_first, fill_biases, source_rows
@@ -36,6 +38,10 @@ COPIED = ("context_length", "norm", "norm_position", "norm_eps", "final_norm", "
           "rope_theta", "activation")  # fmt: skip
 """Fields of Computation that are copied to the GPTConfig."""
 UP: tuple[Role, ...] = ("mlp_up", "mlp_gate", "mlp_gate_up")
+NO_ROLE = (
+    "If it changes no logit, ignore it with --map; otherwise serve the owner's class with --code "
+    "FILE:NAME --run-code"
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,12 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
         found.append("final_norm is true, but no norm follows the layers")
     if how.positions == "learned" and not mapped.has("positions"):
         found.append("positions are learned, but no tensor is their table")
+    table, norm = mapped.name("positions"), mapped.name("final_norm")
+    if how.positions != "learned" and table and not words.names_positions(table):
+        found.append(f"positions is {how.positions}, but then {table} has no role. {NO_ROLE}")
+    last = module_name(norm)[-1] if norm else ""
+    if not how.final_norm and norm and not words.matches(words.FINAL_NORM, last):
+        found.append(f"final_norm is false, but then {norm} has no role. {NO_ROLE}")
     if how.qk_norm == "learned" and not mapped.has("query_norm"):
         found.append("qk_norm is learned, but no tensor is such a norm")
     if how.norm == "rmsnorm" and mapped.has_bias("attention_norm", "mlp_norm", "final_norm"):

@@ -10,7 +10,8 @@ the number of the layer and `{M}` the number of the head. `recognize.py` finds t
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from logitd.model.convert.by_role import names as words
 from logitd.model.convert.by_role.tensor_map import Role
@@ -46,7 +47,7 @@ class Module:
         """True if a word of the tensor's name matches a pattern."""
         return any(
             pattern.fullmatch(word)
-            for part in self.weight.split(".")
+            for part in (*self.path, self.weight.rpartition(".")[2])
             for word in words.snake_case(part).split("_")
         )
 
@@ -161,6 +162,21 @@ class Layers:
     @property
     def matrices(self) -> list[Shape]:
         return [shape for shape in self.inside.values() if len(shape) == 2]
+
+
+def outer_modules(layers: Layers) -> list[Module]:
+    """The modules outside the layers. Their paths leave out the modules that also contain the
+    layers: the first part of `decoder.memory` does not say that the table is a head."""
+    lists = [name.partition("{N}")[0].rstrip(".") for name in layers.inside if "{N}" in name]
+    paths = [name.split(".")[:-1] for name in lists] or [[]]
+    pairs = zip(min(paths), max(paths), strict=False)
+    shared = tuple(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return [
+        replace(module, path=module.path[len(shared) :])
+        if module.path[: len(shared)] == shared
+        else module
+        for module in modules_of(layers.outside)
+    ]
 
 
 _Lists = defaultdict[str, defaultdict[int, dict[str, Shape]]]

@@ -29,7 +29,8 @@ POSITIONS = re.compile(r"wpe|pos|w_pos|pe|.*(pos|position|positional|positions)(
 HEAD = re.compile(
     r"lm_?head|head|(out|output|vocab|final|to|fc|linear|logits?|un|pred.*|prediction)_?"
     r"(head|proj|projection|layer|linear|logits|out|vocab|emb|embed|embedding)?|w_u|[wb]_?lm|"
-    r"(language_)?model(ing|l?ing)?_head|classifier|decoder|generator|fc|proj(ection)?"
+    r"(language_)?model(ing|l?ing)?_head|classifier|decoder|generator|fc|proj(ection)?|"
+    r"(to_?)?probs|readout"
 )
 FINAL_NORM = re.compile(
     r"(ln|norm|layer_?norm|rms_?norm)(_?(f|final|out|post|end|last|head))?|final.*(norm|ln).*|"
@@ -112,9 +113,8 @@ BIAS_WORD = re.compile("b|bias")
 """A word in the name of a bias."""
 INPUT_WORD = re.compile("emb|embed|embd|embedding|embeddings|input|first|pre")
 """A word in the name of a norm of the embedding."""
-EMBEDDING_WORD = re.compile("emb|embs|embed|embeds|embd|embedding|embeddings")
 OUTPUT_WORD = re.compile("out|output|head|lm|un|logits?|decoder|predict(ion|ions)?")
-"""Words in the name of a head, even if it is named like an embedding: `embed_out`."""
+"""Words in the name of a head: `embed_out`."""
 LAYER_SCALE = re.compile(
     r"ls_?\d*|layer_?scale(_.*)?|gamma_?\d+|.*lambdas?(_.*)?|alphas?_?\d*|skip(_.*)?|"
     r"(res|resid|residual)_?(scale|alpha|weight|gain)s?(_.*)?"
@@ -211,7 +211,7 @@ TIED = re.compile(
 )
 """Names of settings that say whether the head is the token embedding."""
 NORM_SETTING = re.compile(r"norm|(^|_)ln(_|$)")
-RMS_SETTING = re.compile(r"(?<!no)rms_?norm|^(use_|is_)?rms$")
+RMS_SETTING = re.compile(r"(use_|is_)?(?<!no)rms_?norm|^(use_|is_)?rms$")
 OPTIMIZER_SETTING = re.compile(r"(adam_?)?(betas?|beta_?[12])|lr|learning_rate|weight_decay")
 
 _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")
@@ -220,6 +220,14 @@ _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")
 def names_rms(text: str) -> bool:
     """True if a text names the RMS norm. The optimizer RMSprop and words such as "norms" do not."""
     return _RMS.search(text.lower()) is not None
+
+
+def names_positions(name: str) -> bool:
+    """True if a name says that a table is added to the embedding by position. Tables of relative
+    positions are not."""
+    parts = [snake_case(part) for part in name.split(".")]
+    relative = any(re.search(r"(^|_)rel(ative)?(_|$)", part) for part in parts)
+    return not relative and any(matches(POSITIONS, part) for part in parts)
 
 
 def matches(pattern: re.Pattern[str], part: str) -> bool:

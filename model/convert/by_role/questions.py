@@ -210,14 +210,6 @@ def is_on(value: Any) -> bool:
     return value in (True,) or (isinstance(value, str) and value.lower() in ON)
 
 
-def names_positions(name: str) -> bool:
-    """True if a name says that a table is added to the embedding by position. Tables of relative
-    positions are not."""
-    parts = [words.snake_case(part) for part in name.split(".")]
-    relative = any(re.search(r"(^|_)rel(ative)?(_|$)", part) for part in parts)
-    return not relative and any(words.matches(words.POSITIONS, part) for part in parts)
-
-
 def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
@@ -352,9 +344,11 @@ class _File:
             return Finding(
                 ("rmsnorm", "layernorm"), "its norms have no weights, or there are none", True
             )
+        rms = words.names_rms(mapped.name("attention_norm")) or states_rms(self.settings)
         if mapped.has("attention_norm", "bias"):
-            return Finding(("layernorm",), "norms have biases")
-        if words.names_rms(mapped.name("attention_norm")) or states_rms(self.settings):
+            origin = f"norms have biases{', but names say that they are RMS norms' if rms else ''}"
+            return Finding(("layernorm",), origin, rms)
+        if rms:
             return Finding(("rmsnorm",), "its names contain rms")
         return Finding(
             ("layernorm", "rmsnorm"), "norms have no biases, so either is possible", True
@@ -401,7 +395,7 @@ class _File:
             if rotary:
                 origin = f"{name} is a table of positions, but there is also {rotary}"
                 return Finding(("learned", "rotary"), origin, True)
-            if not names_positions(name):
+            if not words.names_positions(name):
                 return Finding(("learned",), f"only its shape says that {name} is added", True)
             return Finding(("learned",), f"{name} is added")
         for name, value in self.settings.items():

@@ -24,6 +24,7 @@ from logitd.model.convert.by_role.layers import (
     find_layers,
     module_name,
     modules_of,
+    outer_modules,
     projection_of,
 )
 from logitd.model.convert.by_role.rotary_table import is_rotary, last_part
@@ -70,7 +71,7 @@ def recognize(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
     names: Names = {}
     try:
         layers = find_layers(where, shapes)
-        width = _outer_roles(where, modules_of(layers.outside), layers.matrices, names)
+        width = _outer_roles(where, outer_modules(layers), layers.matrices, names)
         _layer_roles(where, modules_of(layers.inside), width, names)
     except ConvertError as error:
         raise NotRecognized(str(error), _in_order(names)) from error
@@ -170,30 +171,29 @@ def _outer_roles(
 def _choose_embedding(tables: Sequence[Module]) -> Module | None:
     """The token embedding. A table named like an embedding is preferred, then a table with the
     shape of a head, then any other table that is not named like a head."""
-    heads = [m for m in tables if m.mentions(words.HEAD)]
+    heads = [m for m in tables if m.mentions(words.HEAD) or m.names_part(words.OUTPUT_WORD)]
 
     def rank(table: Module) -> int:
-        if table in heads:
-            return 3
+        if table in heads:  # `vocab_emb` is a name of both
+            named = table.named(words.TOKEN_EMBEDDING) and table.named(words.HEAD)
+            return 1 if named else 4
         if table.mentions(words.TOKEN_EMBEDDING):
             return 0
-        return 1 if any(table.shape == head.shape for head in heads) else 2
+        return 2 if any(table.shape == head.shape for head in heads) else 3
 
     candidates = [m for m in tables if m not in heads or m.mentions(words.TOKEN_EMBEDDING)]
     return min(candidates, key=rank, default=None)
 
 
 def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
-    """The head: a table with the embedding's shape or the transposed shape. A table named like a
-    head is preferred. A table named like another embedding is not the head."""
+    """The head: a table with the embedding's shape or the transposed shape that is named like a
+    head or has a bias. Any other table may be a second embedding, such as one of bigrams."""
     sides = sorted(embedding.table)
     alike = [
         m
         for m in tables
         if m is not embedding and sorted(m.shape) == sides
-        if not m.names_part(words.EMBEDDING_WORD)
-        or m.names_part(words.OUTPUT_WORD)
-        or m.mentions(words.HEAD)
+        if m.bias is not None or m.names_part(words.OUTPUT_WORD) or m.mentions(words.HEAD)
     ]
     return min(alike, key=lambda m: not m.mentions(words.HEAD), default=None)
 
@@ -396,11 +396,15 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
         alike = {
             flag for r, flag in shown.items() if mapped.name(r).endswith("weight") is in_module
         }
-        square = tensors[mapped.of(role, "weight")[0]].shape == (width, width)
+        shape = tensors[mapped.of(role, "weight")[0]].shape
+        square = shape[-2:] == (width, width) and (len(shape) == 2 or role in QKV)
         if alike == {True}:
             transposed[role] = True
         elif square and alike != {False} and (alike or not in_module):
             unclear.add(role)
+    head = mapped.name("head")
+    if head and "head" not in transposed and not head.endswith("weight"):
+        unclear.add("head")
     return replace(
         mapped,
         transposed=frozenset(role for role, flag in transposed.items() if flag),

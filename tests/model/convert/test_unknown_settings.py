@@ -32,7 +32,8 @@ ANSWERS: dict[str, Any] = {
         ("no_rope_layer_interval", 4), ("recurrent_steps", 3), ("global_attention_every", 2),
         ("n_register_tokens", 4), ("share_layers", True), ("mask", False), ("window_size", 256),
         ("attention_type", "sliding_window"), ("attn", "linear"),
-        ("rope_type", "yarn"), ("residual", "parallel"),
+        ("rope_type", "yarn"), ("residual", "parallel"), ("pretraining_tp", 2),
+        ("partial_rotary_factor", 0.5), ("use_sliding_window", True), ("rotary_pct", True),
         ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
     ],
 )  # fmt: skip
@@ -53,10 +54,19 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("num_train_epochs", 3), ("save_every_n_steps", 10), ("tie_word_embeddings", False),
         ("attention", "flash_attention_2"), ("layer_types", ["full_attention"] * 2),
         ("tokens_seen", 10**6), ("share_input_output_embed", True), ("n_samples", 5),
+        ("pretraining_tp", 1), ("partial_rotary_factor", 1.0), ("use_sliding_window", False),
     ],
 )  # fmt: skip
 def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> None:
     assert unknown_settings({name: value}) == {}
+
+
+@pytest.mark.parametrize("name", ["use_rmsnorm", "rms_norm", "is_rms"])
+def test_flag_of_rms_norms_is_known_by_role(name: str) -> None:
+    """Recognition by role reads it, and asked about it nevertheless."""
+    assert unknown_settings({name: True}, by_role=True) == {}
+    assert unknown_settings({name: True}) == {name: True}
+    assert unknown_settings({name: 0.5}, by_role=True) == {name: 0.5}
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,18 @@ def test_unclear_square_matrices_are_a_question(layer: Mapping[str, tuple[int, .
         check("model.pt", tensors, stated)
 
 
+def test_square_head_and_single_wide_head_are_a_question() -> None:
+    """A bare `W_U` may be (width, vocabulary); one head as wide as the stream may be (in, out)."""
+    usual = {"ln1.weight": (WIDTH,), "ln2.weight": (WIDTH,)}
+    layer = usual | feed_forward(".weight", transposed=False)
+    single = {f"attn.{name}": (1, WIDTH, WIDTH) for name in ("W_Q", "W_K", "W_V", "W_O")}
+    mapped = recognize("model.pt", model_of(layer | single))
+    assert mapped.unclear == {"query", "key", "value"}
+    tensors = model_of(layer | attention(".weight"))
+    tensors["wte.weight"], tensors["W_U"] = torch.rand(2, WIDTH, WIDTH)
+    assert recognize("model.pt", tensors).unclear == {"head"}
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_names_decide_which_matrix_is_up(named: bool) -> None:
     """The feed-forward is stored (in, out), and attention (out, in). The two matrices were taken

@@ -1,12 +1,18 @@
 """Unusual names: the role of a tensor follows from its place in the model and its shape."""
 
 from collections.abc import Mapping
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.recognize import recognize
-from logitd.model.convert.by_role.tensor_map import Part, Role, check
+from logitd.model.convert.by_role.tensor_map import MappedTensors, Part, Role, check
+from logitd.model.convert.foreign import ConvertError
+from tests.model.convert.by_role.scheme import USUAL
 
 ROWS, LENGTH, WIDTH = 50, 16, 32
 
@@ -115,3 +121,59 @@ def test_vector_next_to_a_bias_is_its_weight() -> None:
     assert found["mlp_norm", "bias"] == "stack.{N}.post.bias"
     assert found["final_norm", "weight"] == "last.stretch"
     assert found["final_norm", "bias"] == "last.bias"
+
+
+@pytest.mark.parametrize("name", ["bigrams.weight", "decoder.bigrams.weight", "wte2.weight"])
+def test_second_table_of_the_vocabulary_is_no_head(name: str) -> None:
+    """It was taken for the head of a model with a tied head."""
+    home = "decoder." if name.startswith("decoder.") else ""
+    tensors = {
+        f"{home}wte.weight": torch.rand(ROWS, WIDTH),
+        name: torch.rand(ROWS, WIDTH),
+        **block(BLOCK, f"{home}h.0."),
+        **block(BLOCK, f"{home}h.1."),
+    }
+    with pytest.raises(ConvertError, match=f"without a known role in a GPT: {name}"):
+        roles(tensors)
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [("decoder.letters", "decoder_head"), ("vocab_emb", "lin_out"), ("decoder.embed", "lin_out")],
+)
+def test_embedding_and_head_are_not_exchanged(embedding: str, head: str) -> None:
+    """`decoder` and `vocab_emb` are also names of heads."""
+    home = embedding.partition(".")[0] + "." if "." in embedding else ""
+    found = roles(
+        {
+            f"{head}.weight": torch.rand(ROWS, WIDTH),
+            f"{embedding}.weight": torch.rand(ROWS, WIDTH),
+            **block(BLOCK, f"{home}stack.0."),
+            **block(BLOCK, f"{home}stack.1."),
+        }
+    )
+    assert found["token_embedding", "weight"] == f"{embedding}.weight"
+    assert found["head", "weight"] == f"{head}.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "how", "field"),
+    [
+        ("registers", (4, WIDTH), {"positions": "rotary"}, "positions is rotary"),
+        ("ln0.weight", (WIDTH,), {"final_norm": False}, "final_norm is false"),
+    ],
+)
+def test_tensor_recognized_by_its_shape_is_not_dropped(
+    name: str, shape: tuple[int, ...], how: Mapping[str, Any], field: str
+) -> None:
+    """Four registers became a table of positions; a model with rotary positions then left them
+    out, and kept a context of 4 positions."""
+    tensors = {
+        "wte.weight": torch.rand(ROWS, WIDTH),
+        name: torch.rand(shape),
+        **block(BLOCK, "h.0."),
+        **block(BLOCK, "h.1."),
+    }
+    mapped = MappedTensors("file.pt", tensors, recognize("file.pt", tensors))
+    with pytest.raises(ConvertError, match=f"{field}, but then {name} has no role. .*--map"):
+        build(mapped, Computation(**{**USUAL, "norm": "rmsnorm", "final_norm": False, **how}))
