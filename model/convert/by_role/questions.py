@@ -396,7 +396,9 @@ class _File:
                 origin = f"{name} is a table of positions, but there is also {rotary}"
                 return Finding(("learned", "rotary"), origin, True)
             if not words.names_positions(name):
-                return Finding(("learned",), f"only its shape says that {name} is added", True)
+                return Finding(
+                    ("learned", "none"), f"only its shape says that {name} is added", True
+                )
             return Finding(("learned",), f"{name} is added")
         for name, value in self.settings.items():
             text = isinstance(value, str) and _ALIBI.fullmatch(value.lower().strip())

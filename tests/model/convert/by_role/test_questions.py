@@ -124,7 +124,7 @@ def test_norm_of_only_queries_or_keys_is_refused(lost: str) -> None:
 def test_table_that_no_name_calls_positions_is_a_question(name: str) -> None:
     tensors = state(SCHEMES["llama"].model()) | {name: torch.rand(2, 32)}
     found = of_tensors(tensors)["positions"]
-    assert (found.values, found.ambiguous) == (("learned",), True)
+    assert (found.values, found.ambiguous) == (("learned", "none"), True)
 
 
 def test_flag_answers_contradicting_heads() -> None:
