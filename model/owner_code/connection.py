@@ -172,6 +172,24 @@ class CodeProcess:
         )
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What the owner's model computes for random ids.
+
+    token_ids  two sequences (2, T)
+    logits     their logits (2, T, V)
+    changed    their logits after the last id of each was replaced
+    long_ids   a longer sequence (1, L)
+    late       logits (1, N, V) of the last positions of the longer sequence
+    """
+
+    token_ids: Tensor
+    logits: Tensor
+    changed: Tensor
+    long_ids: Tensor
+    late: Tensor
+
+
 def compare(
     name: str,
     request: Request,
@@ -179,14 +197,18 @@ def compare(
     *,
     rows: int,
     length: int,
+    longest: int = 0,
     timeout: float = START_SECONDS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Two sequences (2, T) of random ids below `rows`, their logits, and their logits after the
-    last id of each was replaced. `name` is the owner's code, for messages. Raises CodeError."""
-    job = Job("compare", asdict(request), {"rows": rows, "length": length})
+) -> Comparison:
+    """Run the owner's model on two sequences of `length` random ids below `rows`, and on one of up
+    to `longest` ids. `name` is the owner's code, for messages. Raises CodeError."""
+    options = {"rows": rows, "length": length, "longest": longest}
+    job = Job("compare", asdict(request), options)
     with _running_job(name, job, weights) as process:
         header, (logits, changed) = process.receive(timeout)
-    return torch.tensor(header["token_ids"]), logits, changed
+        long, late = process.receive(timeout)
+    ids, long_ids = (torch.tensor(each["token_ids"]) for each in (header, long))
+    return Comparison(ids, logits, changed, long_ids, late)
 
 
 def measure(

@@ -192,21 +192,29 @@ class LogitsObjective:
     """The largest difference from the logits (B, T, V) that the owner's code computes.
 
     name        the owner's code as FILE.py:EXPRESSION, for messages
+    long_ids    a longer sequence (1, L); None if there is none
+    late        logits (1, N, V) of its last positions
     log_probs   True if the owner's code returns log-probabilities instead of logits
     """
 
     name: str
     token_ids: Tensor
     logits: Tensor
+    long_ids: Tensor | None = None
+    late: Tensor | None = None
     log_probs: bool = False
     distinct: ClassVar[int] = 1
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
-        """The largest difference, of shape (1,); infinite if the difference is NaN."""
-        logits = logits_of(open_gpt(built), self.token_ids, causal=causal)
+        """The largest difference, of shape (1,); infinite if the difference is NaN. A quick effort
+        compares the short sequences, any other the end of the long one."""
+        token_ids, theirs = self.token_ids, self.logits
+        if effort != "quick" and self.long_ids is not None and self.late is not None:
+            token_ids, theirs = self.long_ids, self.late
+        logits = logits_of(open_gpt(built), token_ids, causal=causal)[:, -theirs.shape[1] :]
         if self.log_probs:
             logits = logits.log_softmax(dim=-1)
-        difference = float((logits - self.logits).abs().max())
+        difference = float((logits - theirs).abs().max())
         return torch.tensor([difference if math.isfinite(difference) else math.inf])
 
     @property
@@ -214,6 +222,17 @@ class LogitsObjective:
         """Logits count as equal if they differ by at most this: 1e-4, or more for large logits,
         whose rounding error in float32 is larger."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)
+
+    @property
+    def late_tolerance(self) -> float:
+        """The tolerance at the end of the long sequence. The rounding errors of rotary angles grow
+        with the position."""
+        return 100 * self.tolerance
+
+    @property
+    def length(self) -> int:
+        """The number of positions of the longest sequence."""
+        return (self.token_ids if self.long_ids is None else self.long_ids).shape[1]
 
 
 Objective = TextObjective | LogitsObjective

@@ -24,6 +24,9 @@ from logitd.model.owner_code.process.build import Request
 TOKENS = 24
 """Length of each of the two sequences of ids. If the context length is smaller, the sequences have
 that length instead."""
+LONGEST, LONGEST_LOGITS = 2048, 2**26
+"""Maximum length of a third sequence, whose last logits show what the first ids do not, such as a
+sliding window; and the maximum number of all its logits."""
 CAUSAL_TOLERANCE = 1e-3
 """If a different last id changes the logits of earlier positions by at most this, the change is
 attributed to rounding."""
@@ -84,16 +87,18 @@ def owner_logits(
     rows, context = tensors.shape("token_embedding")[0], findings["context_length"].values[0]
     request = request_of(code, tensors, findings, settings)
     try:
-        token_ids, logits, changed = compare(
+        found = compare(
             str(code),
             request,
             tensors.tensors,
             rows=rows,
             length=min(TOKENS, context),
+            longest=min(context, LONGEST, LONGEST_LOGITS // rows),
             timeout=timeout,
         )
     except CodeError as error:
         raise ConvertError(str(error)) from error
+    token_ids, logits, changed = found.token_ids, found.logits, found.changed
     if logits.shape != (*token_ids.shape, rows):
         raise ConvertError(
             f"{code} returns logits of shape {list(logits.shape)} for ids of shape "
@@ -104,7 +109,9 @@ def owner_logits(
     difference = (logits[:, :-1] - changed[:, :-1]).abs()
     require_causal(code, float(difference.max()) if difference.numel() else 0.0)
     normalized = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
-    return LogitsObjective(str(code), token_ids, logits, log_probs=normalized)
+    return LogitsObjective(
+        str(code), token_ids, logits, found.long_ids, found.late, log_probs=normalized
+    )
 
 
 def request_of(

@@ -86,6 +86,16 @@ def _by_logits(
             "values you know; if that changes nothing, the owner's code computes something that a "
             "GPTConfig cannot express, or the weights do not belong to this code"
         )
+    late = search.mean(best, "full")
+    if late > objective.late_tolerance:
+        raise ConvertError(
+            f"{tensors.where}: the first {objective.token_ids.shape[1]} positions match the logits "
+            f"of {objective.name}, but the last of {objective.length} differ by {late:.3g}; the "
+            f"limit is {objective.late_tolerance:.1g}. Something depends on distance or length in "
+            "the owner's code, such as a sliding window, which the tensors do not show. "
+            "Set --context-length if the code's context is shorter; otherwise, serve the owner's "
+            "class with --run-code"
+        )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)
         for name in search.open
@@ -95,7 +105,10 @@ def _by_logits(
     return Resolution(
         computation=best,
         origins=origins_of(findings, **dict.fromkeys(search.open, f"agrees with {objective.name}")),
-        verified=(f"logits of {objective.name} on random ids, largest difference {difference:.1e}"),
+        verified=(
+            f"logits of {objective.name} on random ids, largest difference {difference:.1e}, and "
+            f"{late:.1e} at the end of {objective.length} positions"
+        ),
         penalty=difference,
         alternatives=alternatives,
     )

@@ -93,6 +93,7 @@ def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, 
             "recognized by their roles",
         )
         raise ConvertError("config.json lacks model_type")
+    settings.reject_unless("is_causal", (True,), "then positions attend to later ones")
     layout, read_shape = FAMILIES[model_type]
     reader.require_layers(settings.integer(*layout.sizes["n_layer"].split()))
     config, unbiased = read_shape(settings)

@@ -2,7 +2,8 @@
 
 FOLDER contains `request.json` (a `Job`) and, unless the job names another file,
 `weights.safetensors`. The program answers on the socket FD, in frames (`wire.py`). The answer to
-"compare" has random ids and their logits, followed by the logits after the last id was replaced.
+"compare" has random ids and their logits, followed by the logits after the last id was replaced;
+a second frame has a longer sequence of ids and the logits of its last positions.
 The answer to "measure" has the facts. `answer.py` describes the answers to "serve". If the owner's
 code fails, the answer is {"error": text}.
 """
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 
 from logitd.model.owner_code.process.answer import Answerer
 from logitd.model.owner_code.process.build import Request, build_model
-from logitd.model.owner_code.process.call import Caller, compare
+from logitd.model.owner_code.process.call import Caller, compare, compare_late
 from logitd.model.owner_code.process.measure import PACKAGES, measure
 from logitd.model.owner_code.process.network import leave_network
 from logitd.model.owner_code.process.problem import Problem
@@ -76,8 +77,11 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire) -> None:
     options = dict(job.options)
     match job.kind:
         case "compare":
-            token_ids, *logits = compare(caller, options["rows"], options["length"])
+            rows, length = options["rows"], options["length"]
+            token_ids, *logits = compare(caller, rows, length)
             wire.send({"token_ids": token_ids.tolist()}, torch.stack(logits))
+            token_ids, late = compare_late(caller, rows, length, options["longest"])
+            wire.send({"token_ids": token_ids.tolist()}, late)
         case "measure":
             facts = measure(caller, Path(request.file), **options)
             wire.send(facts | {"chosen": built.attempt.chosen})

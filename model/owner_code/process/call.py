@@ -11,6 +11,7 @@ place.
 """
 
 import inspect
+import time
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,6 +27,10 @@ TARGETS = frozenset(
 """Names of parameters that take target ids. Logits do not depend on the targets."""
 SEED = 0
 STATE_METHOD = "logits_and_state"
+LATE_POSITIONS = 4
+"""Number of positions at the end of a long sequence whose logits are compared."""
+LONGEST_PASS = 5.0
+"""After a pass that takes longer than this, in seconds, no longer sequence is tried."""
 
 
 class Caller:
@@ -175,6 +180,22 @@ def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Ten
     token_ids = random_ids(2, length, rows)
     changed = caller.logits(with_other_last_id(token_ids, rows), rows)
     return token_ids, caller.logits(token_ids, rows), changed
+
+
+def compare_late(caller: Caller, rows: int, length: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Random ids (1, T) and the logits (1, LATE_POSITIONS, rows) of their last positions. T is
+    `length`, doubled until it is `longest`, the model fails, or a pass is slow."""
+    token_ids = random_ids(1, length, rows)
+    logits, seconds = caller.logits(token_ids, rows, max(0, length - LATE_POSITIONS)), 0.0
+    while length < longest and seconds < LONGEST_PASS:
+        length = min(2 * length, longest)
+        longer, began = random_ids(1, length, rows), time.monotonic()
+        try:
+            logits = caller.logits(longer, rows, max(0, length - LATE_POSITIONS))
+        except Problem:  # the model's own limit
+            break
+        token_ids, seconds = longer, time.monotonic() - began
+    return token_ids, logits
 
 
 def random_ids(count: int, length: int, rows: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from logitd.model.owner_code.process.call import (
+    LONGEST_PASS,
     STATE_METHOD,
     Caller,
     random_ids,
@@ -28,8 +29,6 @@ from logitd.model.owner_code.process.problem import Problem
 
 LONGEST_TRIED = 4096
 """Length of the longest sequence to try if the context length is unknown."""
-LONGEST_PASS = 5.0
-"""After a pass that takes longer than this, in seconds, no further sequences are tried."""
 TOKENS = 24
 """Length of the sequences whose logits are compared."""
 TIMED_TOKENS = 256

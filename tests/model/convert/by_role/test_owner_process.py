@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from logitd.model.convert.by_role.owner_code import OwnerCode, request_of
 from logitd.model.owner_code.process.build import build_model
-from logitd.model.owner_code.process.call import Caller, compare
+from logitd.model.owner_code.process.call import Caller, compare, compare_late
 from logitd.model.owner_code.process.problem import Problem
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import (
@@ -68,6 +68,25 @@ def check_logits(
     ids, logits = logits_here(code, book, settings)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
     return ids, logits
+
+
+@pytest.mark.parametrize(("longest", "length"), [(0, 3), (10, 10), (100, 12)])
+def test_long_sequence_ends_at_the_limit_of_the_model(longest: int, length: int) -> None:
+    """The model has a table of 20 positions, and the length doubles."""
+    model = nn.Sequential(nn.Embedding(7, 20), Limited(20))
+    ids, late = compare_late(Caller(model), 7, 3, longest)
+    assert ids.shape == (1, length)
+    assert torch.equal(late, model(ids)[:, -4:, :7])
+
+
+class Limited(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] <= self.length
+        return x.cumsum(1)
 
 
 @pytest.mark.parametrize(

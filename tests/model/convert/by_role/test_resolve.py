@@ -118,6 +118,21 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
         resolved_by_logits(scheme, model)
 
 
+def test_difference_at_late_positions_is_refused() -> None:
+    """A sliding window of the owner's code showed in no logits of the first 24 positions, and the
+    import computed full attention."""
+    scheme = SCHEMES["heads with biases"]
+    model, ids, long_ids = scheme.model(), some_ids(2, 8), some_ids(1, 12)
+    tensors = mapped(model)
+    late = given_logits(scheme, model, long_ids)[:, -4:]
+    logits = given_logits(scheme, model, ids)
+    agreeing = LogitsObjective("its class", ids, logits, long_ids, late)
+    assert "at the end of 12" in resolve(tensors, findings(tensors), agreeing).verified
+    sentence = "first 8 positions match .* but the last of 12 differ by 0.05.* --run-code"
+    with pytest.raises(ConvertError, match=sentence):
+        resolve(tensors, findings(tensors), replace(agreeing, late=late + 0.05))
+
+
 def test_log_probabilities_replace_logits() -> None:
     scheme = SCHEMES["heads with biases"]
     model, ids = scheme.model(), some_ids(2, 12)

@@ -195,6 +195,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be imported"),
         ({"qk_norm": True}, "settings are not understood.* qk_norm True"),
+        ({"is_causal": False}, "is_causal is False; then positions attend to later ones"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; expected a positive integer"),
         ({"num_hidden_layers": 1}, r"has 9 tensors that .* the first is model\.layers\.1\.input"),
