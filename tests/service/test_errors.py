@@ -1,6 +1,7 @@
 """Errors: their shape and status, without a server."""
 
 import json
+import os
 
 import pytest
 
@@ -17,6 +18,7 @@ from logitd.service.errors import (
     raise_failure,
     unavailable,
 )
+from logitd.service.http.schemas import ModelStatus
 
 
 def finished(reason: FinishReason, error: str | None = None) -> FinishEvent:
@@ -39,6 +41,15 @@ def failure(event: FinishEvent) -> ApiError | None:
     except ApiError as error:
         return error
     return None
+
+
+def test_paths_that_are_not_utf8_are_reported() -> None:
+    """Python represents their bytes as surrogates, which JSON cannot contain: 500 was answered."""
+    path = os.fsdecode(b"no\xffwhere")
+    body = json.loads(unavailable(f"{path} does not exist").response().body)
+    assert body["error"]["message"] == "no?where does not exist"
+    status = ModelStatus(model="m", status="failed", reason=f"{path} does not exist")
+    assert "no?where does not exist" in status.model_dump_json()
 
 
 def test_logits_that_are_not_finite_are_named_as_the_cause() -> None:
