@@ -174,7 +174,7 @@ class CodeProcess:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the owner's model computes for random ids.
+    """Random ids and the logits of the owner's model for them.
 
     token_ids  two sequences (2, T)
     logits     their logits (2, T, V)

@@ -445,7 +445,7 @@ def test_impossible_device_is_refused_before_the_data_is_read(
     extracting: Extract, tmp_path: Path
 ) -> None:
     binary = tmp_path / "binary.txt"
-    binary.write_bytes(b"x" * 2**20 + b"\xff")  # the type of a file is told by its beginning
+    binary.write_bytes(b"x" * 2**20 + b"\xff")  # reading the end would fail
     with pytest.raises(DeviceError, match="threads is 10000"):
         extracting(data=(str(binary),), options=replace(TORCH, threads=10_000))
     assert not (tmp_path / "out").exists()
