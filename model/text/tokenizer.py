@@ -222,13 +222,15 @@ class Tokenizer:
 
     def _byte_pairs(self) -> tiktoken.Encoding:
         try:
+            if self.pattern not in KNOWN_PATTERNS:
+                regex.compile(self.pattern)  # splits long texts, see _byte_pair_ids
             encoding = tiktoken.Encoding(
                 "logitd",
                 pat_str=self.pattern,
                 mergeable_ranks=self.ranks,
                 special_tokens={},
             )
-        except ValueError as error:
+        except (ValueError, regex.error) as error:
             raise self._bad_pattern(error) from error
         with self._translated_panics():
             encoding.encode_ordinary(PROBE)  # fails if the pattern can match an empty text
@@ -319,11 +321,8 @@ class Tokenizer:
         assert self._encoding is not None
         is_known = self.pattern in KNOWN_PATTERNS
         if not is_known and len(text) > TRIED_LENGTH:
-            try:
-                for _ in split_time.cut(regex.compile(self.pattern), text):
-                    pass
-            except regex.error as error:
-                raise TokenizerError(str(error)) from error
+            for _ in split_time.cut(regex.compile(self.pattern), text):
+                pass
         with nullcontext() if is_known else split_time.used(), self._translated_panics():
             return self._encoding.encode_ordinary(text)
 

@@ -457,6 +457,14 @@ def test_known_patterns_run_in_linear_time() -> None:
             assert time.process_time() - began < 2
 
 
+@pytest.mark.parametrize("pattern", [r"\H+|\h", r"\x{41}+|[^A]", "("])
+def test_pattern_that_one_engine_rejects_is_refused(pattern: str) -> None:
+    """tiktoken accepts the first two, but long texts are split with `regex`, which rejects them.
+    The import of such a vocabulary ended with a traceback."""
+    with pytest.raises(TokenizerError, match="is not a regular expression"):
+        Tokenizer(ranks=RANKS, pattern=pattern, special_tokens={})
+
+
 def test_pattern_that_leaves_characters_out_is_refused() -> None:
     bare = Tokenizer(ranks={b"a": 0}, pattern="a", special_tokens={}, kind="pieces")
     spaced = Tokenizer(ranks={b" a": 0}, pattern="a", special_tokens={}, kind="words")
