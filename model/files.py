@@ -233,6 +233,12 @@ def is_utf8(name: str) -> bool:
     return True
 
 
+def without_surrogates(text: str) -> str:
+    """The text with question marks for surrogates, which JSON in UTF-8 cannot contain. A path has
+    surrogates if its bytes are not UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
 def parse_json(raw: bytes) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON, and for values that could not be written back
     as JSON: infinite numbers, integers beyond 64 bits, unpaired surrogates, and very deep

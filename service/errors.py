@@ -20,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from logitd.model.files import without_surrogates
 from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import PARAM
@@ -29,7 +30,7 @@ from logitd.model.operations.validation import describe_problem
 from logitd.model.plural import pluralize
 from logitd.service.engine.admission import Limit, QueueFull
 from logitd.service.engine.submission import REPLACED, EngineStopped
-from logitd.service.http.schemas import ErrorReply, without_surrogates
+from logitd.service.http.schemas import ErrorReply
 
 ErrorType = Literal[
     "invalid_request_error",

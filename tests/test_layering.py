@@ -145,7 +145,7 @@ ROOMS: dict[str, set[str]] = {
     "service.cli.flags": {"service.cli.variables", "service.settings"},
     "service.cli.settings_command": {"service.cli.flags", "service.settings"},
     "service.engine": {"model", "service.settings"},
-    "service.http.schemas": {"model.operations"},
+    "service.http.schemas": {"model.files", "model.operations"},
     "service.errors": {"model", "service.engine", "service.http.schemas"},
     "service.metrics": {"model", "service.engine"},
     "service.access": {"model", "service.engine", "service.errors", "service.settings"},

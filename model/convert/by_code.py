@@ -30,8 +30,9 @@ from logitd.model.convert.by_role.owner_code import (
     require_causal,
     said_in,
 )
-from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN, setting
+from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
+from logitd.model.convert.by_role.stated import setting
 from logitd.model.convert.foreign import (
     FLOATS,
     ConvertError,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.convert.by_role.names import SETTINGS
-from logitd.model.convert.by_role.questions import setting, states_rms
+from logitd.model.convert.by_role.stated import setting, states_rms
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import (
     ForeignModel,

@@ -26,6 +26,7 @@ from jinja2.compiler import CodeGenerator
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from logitd.model.files import without_surrogates
 from logitd.model.text.message_text import Hidden, MessageText
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -109,7 +110,7 @@ class ChatTemplate:
             text = self._run(escaped, tokenizer, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:  # it may quote a message
             message = str(error).replace(_CUT, "").translate(hidden.show)
-            raise ChatTemplateError(message.encode(errors="replace").decode()) from error
+            raise ChatTemplateError(without_surrogates(message)) from error
         if continue_final_message:
             text, cut, _ = text.rpartition(_CUT)
             if not cut:

@@ -1,20 +1,14 @@
 """Schemas: replies about the server and its models, and error replies."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
+from logitd.model.files import without_surrogates
 from logitd.model.operations.body import CheckpointName, ReplyBody
 
-
-def without_surrogates(text: str) -> str:
-    """A text that may name a path, as valid Unicode: bytes of the path that are not UTF-8, which
-    Python represents as surrogates, become question marks."""
-    return text.encode(errors="replace").decode()
-
-
-def _without_surrogates(text: str | None) -> str | None:
-    return text and without_surrogates(text)
+Reason = Annotated[str, AfterValidator(without_surrogates)]
+"""A text that may name a path."""
 
 
 class ErrorDetail(ReplyBody):
@@ -33,21 +27,17 @@ class ModelStatus(ReplyBody):
 
     model: str
     status: Literal["ok", "stalled", "failed"]
-    reason: str | None = Field(description="Reason why the model does not answer, if known.")
-
-    _unicode = field_validator("reason")(_without_surrogates)
+    reason: Reason | None = Field(description="Reason why the model does not answer, if known.")
 
 
 class Health(ReplyBody):
     status: Literal["ok", "loading", "draining", "stalled", "failed"]
-    reason: str | None = None
+    reason: Reason | None = None
     models: list[ModelStatus] | None = Field(
         None,
         description="Status of each model, if there are several. If one could not be loaded, "
         "the others still answer.",
     )
-
-    _unicode = field_validator("reason")(_without_surrogates)
 
 
 class QuantizationInfo(ReplyBody):

@@ -46,7 +46,7 @@ def failure(event: FinishEvent) -> ApiError | None:
 def test_paths_that_are_not_utf8_are_reported() -> None:
     """Python represents their bytes as surrogates, which JSON cannot contain: 500 was answered."""
     path = os.fsdecode(b"no\xffwhere")
-    body = json.loads(unavailable(f"{path} does not exist").response().body)
+    body = json.loads(bytes(unavailable(f"{path} does not exist").response().body))
     assert body["error"]["message"] == "no?where does not exist"
     status = ModelStatus(model="m", status="failed", reason=f"{path} does not exist")
     assert "no?where does not exist" in status.model_dump_json()

@@ -38,10 +38,6 @@ COPIED = ("context_length", "norm", "norm_position", "norm_eps", "final_norm", "
           "rope_theta", "activation")  # fmt: skip
 """Fields of Computation that are copied to the GPTConfig."""
 UP: tuple[Role, ...] = ("mlp_up", "mlp_gate", "mlp_gate_up")
-NO_ROLE = (
-    "If it changes no logit, ignore it with --map; otherwise serve the owner's class with --code "
-    "FILE:NAME --run-code"
-)
 
 
 @dataclass(frozen=True)
@@ -100,12 +96,6 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
         found.append("final_norm is true, but no norm follows the layers")
     if how.positions == "learned" and not mapped.has("positions"):
         found.append("positions are learned, but no tensor is their table")
-    table, norm = mapped.name("positions"), mapped.name("final_norm")
-    if how.positions != "learned" and table and not words.names_positions(table):
-        found.append(f"positions is {how.positions}, but then {table} has no role. {NO_ROLE}")
-    last = module_name(norm)[-1] if norm else ""
-    if not how.final_norm and norm and not words.matches(words.FINAL_NORM, last):
-        found.append(f"final_norm is false, but then {norm} has no role. {NO_ROLE}")
     if how.qk_norm == "learned" and not mapped.has("query_norm"):
         found.append("qk_norm is learned, but no tensor is such a norm")
     if how.norm == "rmsnorm" and mapped.has_bias("attention_norm", "mlp_norm", "final_norm"):
@@ -115,6 +105,23 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
         found.append(f"activation is {how.activation}, but the feed-forward has {gate} gate")
     if found:
         raise ConvertError(f"{tensors.where}: {'; '.join(found)}")
+
+
+def require_roles(tensors: MappedTensors, how: Computation) -> None:
+    """Raise ConvertError if a tensor whose role only its shape shows is not used. `build` accepts
+    this, so that a search can compare a computation without the tensor."""
+    table, norm = tensors.map.name("positions"), tensors.map.name("final_norm")
+    last = module_name(norm)[-1] if norm else ""
+    unused = ""
+    if how.positions != "learned" and table and not words.names_positions(table):
+        unused = f"positions is {how.positions}, but then {table}"
+    if not how.final_norm and norm and not words.matches(words.FINAL_NORM, last):
+        unused = f"final_norm is false, but then {norm}"
+    if unused:
+        raise ConvertError(
+            f"{tensors.where}: {unused} has no role. If it changes no logit, ignore it with --map; "
+            "otherwise serve the owner's class with --code FILE:NAME --run-code"
+        )
 
 
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:

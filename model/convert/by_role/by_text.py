@@ -14,13 +14,13 @@ from typing import Any
 
 from logitd.model.convert.by_role.build import build, head_shape
 from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.finding import Findings, canonical
 from logitd.model.convert.by_role.objective import (
     MARGIN_ERRORS,
     TextObjective,
     logits_of,
     open_gpt,
 )
-from logitd.model.convert.by_role.questions import Findings, canonical
 from logitd.model.convert.by_role.resolution import (
     Alternative,
     OpenQuestions,

@@ -38,7 +38,7 @@ from pydantic import (
 from torch import Tensor
 
 from logitd.model.convert.by_role.computation import Computation
-from logitd.model.convert.by_role.questions import FIELDS, Findings
+from logitd.model.convert.by_role.finding import FIELDS, Findings
 from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,

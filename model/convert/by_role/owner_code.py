@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from logitd.model.convert.by_role.finding import Findings
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.questions import Findings, setting
+from logitd.model.convert.by_role.stated import setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare

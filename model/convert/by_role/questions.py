@@ -12,8 +12,8 @@ the owner's code and texts.
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeGuard, get_args
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,59 +21,54 @@ from torch import Tensor
 from logitd.model.convert.by_role import names as words
 from logitd.model.convert.by_role.build import query_rows
 from logitd.model.convert.by_role.computation import (
-    Computation,
     EmbeddingScale,
     GateOrder,
     QkvLayout,
     RotaryLayout,
     ScoreScale,
 )
+from logitd.model.convert.by_role.finding import (
+    CONVENTION,
+    FIELDS,
+    UNUSED,
+    Finding,
+    Findings,
+    without_unused,
+)
 from logitd.model.convert.by_role.layers import module_name
 from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
+from logitd.model.convert.by_role.stated import (
+    Settings,
+    as_number,
+    is_count,
+    is_number,
+    is_off,
+    is_on,
+    of_type,
+    read_count,
+    read_eps,
+    read_theta,
+    setting,
+    settings_of,
+    states_rms,
+)
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
 
 _ALIBI = re.compile(r"(use_|with_)?alibi(_.*)?")
-OFF, ON = ("none", "null", "false", "off", "no", "disabled", ""), ("true", "on", "yes")
 MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024
 """Context length that is assumed if nothing in the file shows it. The number does not change the
 computation, but the model's output is poor at positions beyond those that it was trained on."""
 
-FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
-
 WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
 """Describes a computation in which every head has its own rotary frequencies. No GPTConfig
 expresses it."""
 NOT_SAID = "names and shapes do not show it"
-CONVENTION = "convention"
-WITHOUT_ROTARY: Mapping[str, Any] = {"rotary_layout": "half", "rope_theta": 1e4}
-UNUSED = "not used"
 OF_SETTINGS = " of its settings"
 ANY_EPS = ("eps", "epsilon")
 """Names of settings that may state the eps of a norm or of an optimizer."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The possible values of one field, the most likely first, and the reason for them.
-
-    ambiguous   True if no value may be assumed. The user or the owner's code must confirm the value
-                even if `values` has only one (the only one that this project can compute)
-    """
-
-    values: tuple[Any, ...]
-    origin: str
-    ambiguous: bool = False
-
-    @property
-    def resolved(self) -> bool:
-        return len(self.values) == 1 and not self.ambiguous
-
-
-Findings = Mapping[str, Finding]
-Settings = Mapping[str, Any]
 
 
 def find(
@@ -95,9 +90,9 @@ def _agreed(field: str, finding: Finding, settings: Settings) -> Finding:
     optimizer does not count, and neither do lengths, which change no logits."""
     if field == "context_length" or not finding.origin.endswith(OF_SETTINGS):
         return finding
-    pairs = _settings_of(field, settings)
+    pairs = settings_of(field, settings)
     named = [pair for pair in pairs if pair[0].lower() not in ANY_EPS] or pairs
-    stated = [_as_number(v.lower() if isinstance(v, str) else v) for _, v in named]
+    stated = [as_number(v.lower() if isinstance(v, str) else v) for _, v in named]
     if all(value == stated[0] for value in stated):
         return finding
     kind = type(finding.values[0])
@@ -109,7 +104,7 @@ def _agreed(field: str, finding: Finding, settings: Settings) -> Finding:
 def _check_stated(tensors: MappedTensors, settings: Settings) -> None:
     """Raise ConvertError if the tensors contradict the settings' number of layers, or their tied
     or separate head."""
-    stated = [(key, value) for key, value in _settings_of("n_layer", settings) if is_count(value)]
+    stated = [(key, value) for key, value in settings_of("n_layer", settings) if is_count(value)]
     if stated and all(layers != tensors.map.n_layer for _, layers in stated):
         raise ConvertError(
             f"{tensors.where}: {stated[0][0]} of its settings is {stated[0][1]}, but the tensors "
@@ -149,91 +144,6 @@ def check_rotary_width(
             )
 
 
-def without_unused(findings: Findings) -> dict[str, Finding]:
-    """The findings, with the fields for rotary positions marked as unused if positions cannot be
-    rotary."""
-    if "rotary" in findings["positions"].values:
-        return dict(findings)
-    unused = {name: Finding((value,), UNUSED) for name, value in WITHOUT_ROTARY.items()}
-    return {**findings, **unused}
-
-
-def unused(how: Computation) -> dict[str, Any]:
-    """The fields that this computation does not use, with fixed values."""
-    without_norms = {"qk_norm_eps": how.norm_eps} if how.qk_norm == "none" else {}
-    return {**without_norms, **(WITHOUT_ROTARY if how.positions != "rotary" else {})}
-
-
-def canonical(how: Computation) -> Computation:
-    """The same computation, with unused fields set to fixed values so that equivalent computations
-    compare equal."""
-    return replace(how, **unused(how))
-
-
-def setting(settings: Settings, field: str) -> tuple[Any, str]:
-    """The value of a field in a file's settings, and the key under which it is stored; (None, "")
-    if it is not set."""
-    return next(((value, key) for key, value in _settings_of(field, settings)), (None, ""))
-
-
-def _settings_of(field: str, settings: Settings) -> list[tuple[str, Any]]:
-    """The keys that usually store a field, and their values. The usual order decides."""
-    lowered = {str(key).lower(): (str(key), value) for key, value in settings.items()}
-    keys = words.SETTINGS.get(field, ())
-    return [lowered[key] for key in keys if key in lowered and lowered[key][1] is not None]
-
-
-def states_rms(settings: Settings) -> bool:
-    """True if the name of a setting that is on, or the text of a setting about norms, names the RMS
-    norm. Settings about the norms of queries and keys do not count, and neither does a name if a
-    text says that the norm is another one."""
-    about = {
-        key: value
-        for name, value in settings.items()
-        if not _QK.search(key := words.snake_case(name)) and not is_off(value)
-    }
-    texts = [v for key, v in about.items() if isinstance(v, str) and words.NORM_SETTING.search(key)]
-    named = any(words.RMS_SETTING.search(key) for key in about)
-    return any(map(words.names_rms, texts)) or (named and not texts)
-
-
-_QK = re.compile(r"(^|_)(qk|kq|q|k|query|key)(_|$|norm|rms)")
-
-
-def is_off(value: Any) -> bool:
-    """True if a setting turns a feature off."""
-    return value in (False, None) or (isinstance(value, str) and value.lower() in OFF)
-
-
-def is_on(value: Any) -> bool:
-    """True if a setting only turns a feature on."""
-    return value in (True,) or (isinstance(value, str) and value.lower() in ON)
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value > 0
-
-
-def _is_eps(value: Any) -> bool:
-    return is_number(value) and 0 < value < 1
-
-
-def _is_theta(value: Any) -> bool:
-    return is_number(value) and value > 1
-
-
-def _as_number(value: Any) -> Any:
-    """A text that is a number, such as "1e-5" in YAML, as a number; other values unchanged."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 @dataclass(frozen=True)
 class _File:
     """The evidence in a file. For each field of a `Computation`, a method of the same name finds
@@ -244,22 +154,18 @@ class _File:
     settings: Settings
     tables: list[RotaryTable]
 
-    def said(self, field: str, accepts: Callable[[Any], bool]) -> Finding | None:
-        """The value of a field in the settings; None if it is missing or if `accepts` returns False
-        for it."""
+    def said(self, field: str, read: Callable[[Any], Any]) -> Finding | None:
+        """The value of a field in the settings, as `read` returns it; None if it is missing or if
+        `read` returns None."""
         value, key = setting(self.settings, field)
-        if accepts in (_is_eps, _is_theta):
-            value = _as_number(value)
-        if value is None or not accepts(value):
-            return None
-        value = float(value) if accepts in (_is_eps, _is_theta) else value
-        return Finding((value,), f"{key}{OF_SETTINGS}")
+        value = None if value is None else read(value)
+        return None if value is None else Finding((value,), f"{key}{OF_SETTINGS}")
 
-    def said_or(self, field: str, accepts: Callable[[Any], bool], usual: Finding) -> Finding:
+    def said_or(self, field: str, read: Callable[[Any], Any], usual: Finding) -> Finding:
         """The value of a field in the settings, or else the usual values. They are a question if
-        the settings have a value that `accepts` does not understand."""
+        the settings have a value that `read` does not understand."""
         value, key = setting(self.settings, field)
-        if (said := self.said(field, accepts)) is not None or value is None:
+        if (said := self.said(field, read)) is not None or value is None:
             return said or usual
         origin = f"{key} of its settings is {value!r}, which is not understood"
         return Finding(usual.values, origin, True)
@@ -278,15 +184,15 @@ class _File:
 
         if mapped.has("query_norm") and (size := tensors.shape("query_norm")[0]) < queries:
             return Finding((queries // size,), f"query norms are {size} wide")
-        if (said := self.said("n_head", is_count)) is not None:
+        if (said := self.said("n_head", read_count)) is not None:
             if reason := self._contradicts_heads(said.values[0], fits(said.values[0])):
                 options = [n for n in range(1, min(queries, MAX_HEADS) + 1) if fits(n)]
                 origin = f"n_head is {said.values[0]} according to {said.origin}, but {reason}"
                 return Finding(tuple(options), origin, True)
             return said
-        if (dim := self.said("head_dim", is_count)) and queries % dim.values[0] == 0:
+        if (dim := self.said("head_dim", read_count)) and queries % dim.values[0] == 0:
             return Finding((queries // dim.values[0],), f"{dim.origin}, {dim.values[0]}")
-        if (groups := self.said("n_kv_head", is_count)) and keys % groups.values[0] == 0:
+        if (groups := self.said("n_kv_head", read_count)) and keys % groups.values[0] == 0:
             size = keys // groups.values[0]
             if keys < queries and queries % size == 0:
                 return Finding((queries // size,), f"{groups.origin}, {size} channels each")
@@ -318,7 +224,7 @@ class _File:
         size = queries // heads
         found = {"head_dim": size, "n_kv_head": keys // size}
         for field, number in found.items():
-            said = self.said(field, is_count)
+            said = self.said(field, read_count)
             if said is not None and said.values[0] != number:
                 return f"{said.origin} is {said.values[0]}, which would be {number}"
         return ""
@@ -326,7 +232,7 @@ class _File:
     def context_length(self) -> Finding:
         if self.tensors.map.has("positions"):
             return Finding((self.tensors.shape("positions")[0],), "rows of the position table")
-        if (said := self.said("context_length", is_count)) is not None:
+        if (said := self.said("context_length", read_count)) is not None:
             return said
         for name, tensor in self.ignored.items():
             if is_causal_mask(tensor):
@@ -358,7 +264,8 @@ class _File:
         usual = Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
         if self.norm().values == ("rmsnorm",):
             usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
-        found, key = self.said_or("norm_eps", _is_eps, usual), setting(self.settings, "norm_eps")[1]
+        found = self.said_or("norm_eps", read_eps, usual)
+        key = setting(self.settings, "norm_eps")[1]
         optimizer = any(words.matches(words.OPTIMIZER_SETTING, name) for name in self.settings)
         if key.lower() in ANY_EPS and optimizer and not found.ambiguous:
             origin = f"{found.origin} may be the optimizer's, whose settings are next to it"
@@ -366,7 +273,7 @@ class _File:
         return found
 
     def norm_position(self) -> Finding:
-        said = self.said("norm_first", lambda value: isinstance(value, bool))
+        said = self.said("norm_first", of_type(bool))
         if said is None:
             return Finding(("pre", "post"), NOT_SAID, True)
         return Finding(("pre" if said.values[0] else "post",), said.origin)
@@ -386,6 +293,7 @@ class _File:
 
     def positions(self) -> Finding:
         rotary, stated = "", self._stated_positions()
+        options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
         if self.tables:
             rotary = f"the rotary table {self.tables[0].name}"
         elif (said := setting(self.settings, "rope_theta"))[1] and not is_off(said[0]):
@@ -396,9 +304,8 @@ class _File:
                 origin = f"{name} is a table of positions, but there is also {rotary}"
                 return Finding(("learned", "rotary"), origin, True)
             if not words.names_positions(name):
-                return Finding(
-                    ("learned", "none"), f"only its shape says that {name} is added", True
-                )
+                origin = f"only its shape says that {name} is added"
+                return Finding(("learned", *options), origin, True)
             return Finding(("learned",), f"{name} is added")
         for name, value in self.settings.items():
             text = isinstance(value, str) and _ALIBI.fullmatch(value.lower().strip())
@@ -408,7 +315,6 @@ class _File:
                     "distance, which a GPTConfig cannot express. Serve the owner's class with "
                     "--code FILE:NAME --run-code"
                 )
-        options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
         if rotary and stated:
             return Finding(options, f"{rotary}, but {stated}", True)
         if rotary:
@@ -439,14 +345,14 @@ class _File:
 
     def rope_theta(self) -> Finding:
         usual = Finding((10_000.0, 500_000.0, 1_000_000.0, 100_000.0), CONVENTION)
-        said = self.said("rope_theta", _is_theta)
+        said = self.said("rope_theta", read_theta)
         if "rotary" in self.positions().values and (shown := self._shown_theta()) is not None:
             if said is None or math.isclose(*said.values, *shown.values, rel_tol=0.005):
                 return shown
             return Finding(
                 (*shown.values, *said.values), f"{shown.origin}, but {said.origin} differs", True
             )
-        return self.said_or("rope_theta", _is_theta, usual)
+        return self.said_or("rope_theta", read_theta, usual)
 
     def _shown_theta(self) -> Finding | None:
         """The theta of the rotary tables; None if they do not show it. Raises ConvertError if two
@@ -464,7 +370,7 @@ class _File:
     def activation(self) -> Finding:
         has_gate = self.tensors.map.has_gate
         known = words.GATED if has_gate else words.ACTIVATIONS
-        said = self.said("activation", lambda value: isinstance(value, str))
+        said = self.said("activation", of_type(str))
         if said is not None and said.values[0].lower() not in known:
             raise ConvertError(
                 f"{self.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}, which "
@@ -546,9 +452,9 @@ class _File:
         return Finding(("none", "unit"), CONVENTION)
 
     def qk_norm_eps(self) -> Finding:
-        usual = self.said("norm_eps", _is_eps)
+        usual = self.said("norm_eps", read_eps)
         usual = usual or Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
-        return self.said_or("qk_norm_eps", _is_eps, usual)
+        return self.said_or("qk_norm_eps", read_eps, usual)
 
     def causal(self) -> Finding:
         for name, tensor in self.ignored.items():

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.build import build, require_roles
+from logitd.model.convert.by_role.finding import UNUSED, Finding, unused
 from logitd.model.convert.by_role.map_file import (
     MapFile,
     check_answers,
@@ -25,19 +26,11 @@ from logitd.model.convert.by_role.map_file import (
 )
 from logitd.model.convert.by_role.objective import CheckText, Objective, text_objectives
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits
-from logitd.model.convert.by_role.questions import (
-    CONTEXT_IF_UNKNOWN,
-    UNUSED,
-    Finding,
-    check_rotary_width,
-    find,
-    is_number,
-    setting,
-    unused,
-)
+from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN, check_rotary_width, find
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
 from logitd.model.convert.by_role.resolve import answer, resolve
+from logitd.model.convert.by_role.stated import is_number, setting
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     MappedTensors,
@@ -178,6 +171,7 @@ def read_by_role(
     tensors, file = recognized.tensors, recognized.file
     resolution = _resolve(recognized, text)
     _check_rotary_width(recognized, resolution)
+    require_roles(tensors, resolution.computation)
     dropout, step, val_loss = (
         setting(file.settings, name)[0] for name in ("dropout", "step", "val_loss")
     )

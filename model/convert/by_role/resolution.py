@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from logitd.model.convert.by_role.computation import Computation
-from logitd.model.convert.by_role.questions import FIELDS, Finding, Findings, canonical
+from logitd.model.convert.by_role.finding import FIELDS, Finding, Findings, canonical
 from logitd.model.convert.foreign import ConvertError
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from logitd.model.convert.by_role.by_text import ByText
+from logitd.model.convert.by_role.finding import FIELDS, Finding, Findings, without_unused
 from logitd.model.convert.by_role.objective import LogitsObjective, Objective, TextObjective
-from logitd.model.convert.by_role.questions import FIELDS, Finding, Findings, without_unused
 from logitd.model.convert.by_role.resolution import (
     Alternative,
     OpenQuestions,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from logitd.model.convert.by_role.build import build
 from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.finding import FIELDS, Findings, canonical
 from logitd.model.convert.by_role.objective import Effort, Objective
-from logitd.model.convert.by_role.questions import FIELDS, Findings, canonical
 from logitd.model.convert.by_role.resolution import first
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from logitd.model.convert.by_role.build import Built, build
 from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.finding import Finding
 from logitd.model.convert.by_role.objective import open_gpt
-from logitd.model.convert.by_role.questions import Finding, find
+from logitd.model.convert.by_role.questions import find
 from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import MappedTensors, check
 from logitd.model.convert.state_file import StateFile

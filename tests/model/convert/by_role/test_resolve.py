@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitd.model.convert.by_role.finding import FIELDS, Finding, canonical
 from logitd.model.convert.by_role.ngrams import ngram_nats
 from logitd.model.convert.by_role.objective import (
     CheckText,
@@ -18,11 +19,12 @@ from logitd.model.convert.by_role.objective import (
     TextObjective,
     text_objective,
 )
-from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
+from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution, first
 from logitd.model.convert.by_role.resolve import answer, resolve
 from logitd.model.convert.by_role.search import Search
+from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
 from tests.model.convert.by_role.scheme import (
@@ -32,6 +34,7 @@ from tests.model.convert.by_role.scheme import (
     given_logits,
     mapped,
     some_ids,
+    state,
     state_file,
 )
 from tests.model.convert.by_role.schemes import SCHEMES
@@ -187,6 +190,18 @@ def test_text_selects_the_trained_models_computation(trained: Trained) -> None:
         rf"{resolution.penalty:.4f} nats per token on words\.txt \(its tokens' frequencies: 2\.1",
         resolution.verified,
     )
+
+
+def test_text_decides_about_a_table_that_only_its_shape_shows(trained: Trained) -> None:
+    """The model without the table is computed too, although an import would refuse it."""
+    table = mapped(trained.model).map.name("positions")
+    tensors = {name.replace(table, "places.weight"): x for name, x in state(trained.model).items()}
+    found = MappedTensors("model.pt", tensors, recognize("model.pt", tensors))
+    resolution = resolve(found, findings(found), words(trained.token_ids))
+    assert resolution.computation.positions == "learned"
+    others = [other for other in resolution.alternatives if other.field == "positions"]
+    assert "none" in {other.value for other in others}
+    assert all(other.clear for other in others)
 
 
 def test_text_loss_equals_the_textbooks(trained: Trained) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.questions import Finding
+from logitd.model.convert.by_role.finding import Finding
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.foreign import ConvertError

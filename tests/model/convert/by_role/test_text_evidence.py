@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from logitd.model.convert.by_role.finding import CONVENTION, Finding
 from logitd.model.convert.by_role.ngrams import ngram_nats
 from logitd.model.convert.by_role.objective import (
     FEWEST_LINES,
@@ -19,7 +20,6 @@ from logitd.model.convert.by_role.objective import (
     text_objective,
     text_objectives,
 )
-from logitd.model.convert.by_role.questions import CONVENTION, Finding
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
 from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution
 from logitd.model.convert.by_role.resolve import resolve

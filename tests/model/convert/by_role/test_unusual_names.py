@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.build import require_roles
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import MappedTensors, Part, Role, check
@@ -176,4 +176,4 @@ def test_tensor_recognized_by_its_shape_is_not_dropped(
     }
     mapped = MappedTensors("file.pt", tensors, recognize("file.pt", tensors))
     with pytest.raises(ConvertError, match=f"{field}, but then {name} has no role. .*--map"):
-        build(mapped, Computation(**{**USUAL, "norm": "rmsnorm", "final_norm": False, **how}))
+        require_roles(mapped, Computation(**{**USUAL, **how}))
