@@ -159,7 +159,8 @@ class BugAnswer:
 
 
 def _work(ended: Ended) -> dict[str, Any]:
-    """The token counts and times of the engine's work for a request; empty if there was none."""
+    """The token counts and times of the engine's work for a request, and the engine's id of the
+    first request that failed; empty if there was no work."""
     usage = ended.usage
     if usage is None or not usage.sequences:
         return {}
@@ -168,6 +169,7 @@ def _work(ended: Ended) -> dict[str, Any]:
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
         **{f"{phase}_ms": round(took, 1) for phase, took in usage.milliseconds().items()},
+        "failed": usage.failed and usage.failed.request_id,
     }
 
 

@@ -135,9 +135,9 @@ def observe_step(observe: Callable[[StepReport], None], report: StepReport) -> N
     for event in report.events:
         if isinstance(event, FinishEvent) and event.error is not None:
             if event.param is None:
-                logger.error("request %s: %s", event.request_id, event.error)
+                logger.error("engine request %s: %s", event.request_id, event.error)
             else:  # only the client gets details: the log must not contain content of requests
-                logger.warning("request %s: its %s failed", event.request_id, event.param)
+                logger.warning("engine request %s: its %s failed", event.request_id, event.param)
 
 
 async def service_state(request: Request) -> ServiceState:

@@ -3,6 +3,7 @@ forms of a prompt, its exceptions and its retries.
 """
 
 import codecs
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
-from tests.service.serving import TEST_TIMEOUT, Serving, engine_of, occupy, serving
+from tests.service.serving import TEST_TIMEOUT, Serving, engine_of, eventually, occupy, serving
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is é?"}]
 
@@ -183,14 +184,22 @@ def break_the_model(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_request_that_breaks_the_engine_is_not_sent_again(
-    narrow: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
+    narrow: Serving,
+    monkeypatch: pytest.MonkeyPatch,
+    logged_errors: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "logitd.http")
     break_the_model(narrow, monkeypatch)
     with client(narrow) as http, pytest.raises(openai.InternalServerError) as caught:
         http.completions.create(model="spelling", prompt="a")
     assert caught.value.code == "engine"
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert answered(narrow, 500) == 1
+    # The engine logs the reason under an id of its own, which the line of the request names.
+    eventually(lambda: "failed=" in caplog.text)
+    failed = caplog.text.rpartition("failed=")[2].split()[0]
+    assert any(f"engine request {failed}: the model failed" in line for line in logged_errors)
     logged_errors.clear()
 
 
