@@ -105,15 +105,14 @@ def prices(request: Request, config: ModelConfig) -> list[int]:
     time."""
     if isinstance(request, AttributionRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
-    lengths = sequence_lengths(request)
-    if not is_tapped(request) and not _is_processed(request):
+    lengths, tapped = sequence_lengths(request), is_tapped(request)
+    if not (tapped or _is_processed(request) or _listed(request)):
         return lengths
-    cost, passes = step_cost(request, config), TAPPED_PASSES if is_tapped(request) else 1
+    cost, passes = step_cost(request, config), TAPPED_PASSES if tapped else 1
     rows = len(request.positions) if isinstance(request, OutputsRequest) else 0
     token = _products(config) / PRODUCTS_PER_ELEMENT  # elements of one token
     outputs = rows * cost.output / token
-    each = TAPPED_TOKEN if passes > 1 else 1
-    generated = _generated(request) * (each + cost.row / token)
+    generated = _generated(request) * (TAPPED_TOKEN + cost.row / token) if tapped else 0
     return [
         math.ceil(length * (passes + cost.position / token) + outputs + generated)
         for length in lengths

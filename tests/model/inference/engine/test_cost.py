@@ -126,6 +126,15 @@ def test_plain_prompts_cost_their_tokens() -> None:
     assert prices(rows(Logits(), (0,)), SHAPE) == [70]
 
 
+def test_listed_logprobs_of_a_prompt_cost_their_number() -> None:
+    """A request with long lists cost as little as one without."""
+    few, many = (
+        prices(replace(generation("a", PROMPT, max_tokens=9), prompt_logprobs=count), SHAPE)[0]
+        for count in (10, 1000)
+    )
+    assert 70 < few < many
+
+
 @pytest.mark.parametrize("change", [ZERO, PROBS])
 @pytest.mark.parametrize(
     "request_",
