@@ -17,6 +17,7 @@ _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
 COMPUTED = ("activation", "norm_first", "norm_eps", "rope_theta", "qk_norm", "qk_norm_eps")
 """Fields whose effect the tensors do not show."""
 _COMPUTED = frozenset(name for field in COMPUTED for name in SETTINGS[field])
+_UNSHOWN = _COMPUTED.union(*(SETTINGS[field] for field in ("n_head", "n_kv_head", "head_dim")))
 
 _SHAPE = (
     r"d_[kqv]|d_qkv|(use_|qkv_|attn_|attention_|mlp_|ffn?_|head_|lm_head_|linear_)?bias|n_?params|"
@@ -123,6 +124,13 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         )
 
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
+
+
+def unshown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values whose effect the tensors do not show, such as the number of heads, and those that
+    are not understood."""
+    unknown = unknown_settings(values, by_role=True)
+    return {k: v for k, v in values.items() if k.lower() in _UNSHOWN or k in unknown}
 
 
 def _is_neutral(name: str, value: object) -> bool:
