@@ -60,7 +60,7 @@ class Request:
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     doubtful: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     call: str | None = None
-    chosen: Mapping[str, Mapping[str, Any]] | None = None
+    chosen: Mapping[str, Any] | None = None
 
     @property
     def values(self) -> dict[str, Any]:
