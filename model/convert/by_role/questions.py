@@ -288,7 +288,8 @@ class _File:
     def residual(self) -> Finding:
         mapped = self.tensors.map
         if mapped.has_norms and mapped.name("attention_norm") == mapped.name("mlp_norm"):
-            return Finding(("parallel", "sequential"), "one norm serves both", True)
+            origin = f"{mapped.name('mlp_norm')} must be the norm of both sublayers"
+            return Finding(("parallel", "sequential"), origin, True)
         return Finding(("sequential", "parallel"), CONVENTION)
 
     def flag(self, pattern: re.Pattern[str]) -> tuple[bool | None, str]:
@@ -317,6 +318,12 @@ class _File:
             if not words.names_positions(name):
                 origin = f"only its shape says that {name} is added"
                 return Finding(("learned", *options), origin, True)
+            if self._positions_may_begin_at_row_2():
+                origin = (
+                    f"{name} seems to have 2 rows more than the context, as OPT's does: if the "
+                    "source adds row 2 at position 0, remove the first 2 rows"
+                )
+                return Finding(("learned",), origin, True)
             return Finding(("learned",), f"{name} is added")
         for name, value in self.settings.items():
             text = isinstance(value, str) and _ALIBI.fullmatch(value.lower().strip())
@@ -331,6 +338,13 @@ class _File:
         if rotary:
             return Finding(("rotary",), rotary)
         return Finding(options, "there is no table of positions", True)
+
+    def _positions_may_begin_at_row_2(self) -> bool:
+        """True if the table of positions has two rows more than the stated context or, if none is
+        stated, than a power of two. The first two rows of OPT's table belong to no position."""
+        said, rows = self.said("context_length", read_count), self.tensors.shape("positions")[0]
+        length = rows - 2
+        return length == said.values[0] if said else length >= 64 and length.bit_count() == 1
 
     def _stated_positions(self) -> str:
         """The setting that says that positions are not rotary; "" if there is none."""

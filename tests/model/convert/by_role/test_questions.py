@@ -67,6 +67,7 @@ def test_setting_is_understood(name: str, field: str, settings: dict[str, Any], 
         ("llama", "positions", {"use_rope": False}),
         ("llama", "positions", {"rope": True, "pos_encoding": "sinusoidal"}),
         ("nanoGPT", "positions", {"use_rope": True}),
+        ("nanoGPT", "positions", {"max_position_embeddings": 14}),
         ("llama", "activation", {"swiglu": False}),
         ("nanoGPT", "activation", {"swiglu": True}),
         ("llama", "n_head", {"n_head": 4, "num_heads": 8}),
@@ -173,6 +174,27 @@ def test_scale_of_a_sublayer_is_no_norm() -> None:
         recognize_file(
             StateFile(state_file(SCHEMES["book"].model()).path, "m", tensors), RoleOptions()
         )
+
+
+@pytest.mark.parametrize("name", ["ffn_norm", "ln_2", "attn.norm"])
+def test_norm_of_one_sublayer_is_not_the_norm_of_both(name: str) -> None:
+    """The import gave it to both and asked only about the residual."""
+    tensors = {
+        each.replace(".ln.", f".{name}."): value
+        for each, value in state(SCHEMES["one norm for both"].model()).items()
+    }
+    path = state_file(SCHEMES["book"].model()).path
+    with pytest.raises(ConvertError, match=rf"without a known role in a GPT: h\.0\.{name}\."):
+        recognize_file(StateFile(path, "m", tensors), RoleOptions())
+
+
+@pytest.mark.parametrize(("rows", "asked"), [(66, True), (64, False), (130, True), (100, False)])
+def test_table_with_two_more_rows_than_a_context_is_a_question(rows: int, asked: bool) -> None:
+    """The first two rows of OPT's table belong to no position."""
+    tensors = state(SCHEMES["nanoGPT"].model())
+    (name,) = (each for each in tensors if "wpe" in each)
+    found = of_tensors(tensors | {name: torch.rand(rows, tensors[name].shape[1])})
+    assert found["positions"].ambiguous is asked
 
 
 def test_order_of_query_key_value_is_asked() -> None:
