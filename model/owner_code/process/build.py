@@ -73,7 +73,7 @@ class Request:
 
 EXPRESSION = (
     "Give an expression that creates the model as it was trained, such as "
-    "'GPT(vocab_size=65, n_head=4)'"
+    "'GPT(vocab_size=..., n_head=...)'"
 )
 
 
@@ -209,7 +209,7 @@ def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Mod
             ) from error
         raise Problem(
             f"{type(error).__name__}: {error}. If the values of the checkpoint do not fit, give "
-            "an expression that creates the model, such as 'GPT(vocab_size=65, n_head=4)'"
+            "an expression that creates the model, such as 'GPT(vocab_size=..., n_head=...)'"
         ) from error
     if not isinstance(made, nn.Module):
         raise Problem(f"the expression returns a {type(made).__name__}; expected a torch module")
