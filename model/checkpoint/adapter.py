@@ -11,6 +11,7 @@ An adapter cannot be served by itself: `merge` combines it with its base into a 
 arithmetic is in `model/transformer/lora.py`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +51,14 @@ from logitd.model.files import (
     written_to,
 )
 from logitd.model.first_error import first_error
-from logitd.model.transformer.config import Target
+from logitd.model.transformer.config import GPTConfig, Target
 from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
 WEIGHTS = "adapter.safetensors"
 ADAPTER_BYTES = 4 * 2**30
 """Maximum size, in bytes, of an adapter's weights file, which is read into memory as a whole."""
+WITHOUT_EFFECT = frozenset({"dropout", "context_length"})
+"""Fields of a base's shape that change no logits."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +172,23 @@ def read_adapter(path: Path) -> Adapter:
         raise CheckpointError(f"{path} is not a complete adapter: {error}") from error
 
 
+def changed_field(record: Mapping[str, Any], config: GPTConfig) -> str:
+    """The first field of the shape in a base's record that differs in `config`, with both values;
+    "" if none differs, or if the record has no shape because an older version wrote it."""
+    then, now = json.loads(json.dumps([record.get("model"), config.to_dict()]))  # no tuples
+    for name, value in then.items() if isinstance(then, dict) else ():
+        if name in now and now[name] != value and name not in WITHOUT_EFFECT:
+            return f"{name} was {value!r} and is now {now[name]!r}"
+    return ""
+
+
 def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> CheckpointInfo:
     """Merge an adapter into its base checkpoint, and save the result as a new checkpoint at `path`.
 
     The merged weights are computed in float32 and saved as `save_dtype`; bfloat16 may round away
     the small changes that a short training run makes. Raises CheckpointError if the adapter was
-    trained on other weights, DeviceError if the base does not fit into memory, and FileError if
-    `path` exists or cannot be written.
+    trained on other weights or another shape, DeviceError if the base does not fit into memory,
+    and FileError if `path` exists or cannot be written.
     """
     require_new(path)
     info, added = read_checkpoint(base), read_adapter(adapter)
@@ -185,6 +198,11 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
             f"the adapter {adapter} was trained on {added.base['name']} with weights "
             f"{expected[:12]}..., but {base} has {info.weights_sha256[:12]}...: name the "
             "checkpoint that it was trained on"
+        )
+    if changed := changed_field(added.base, info.config):
+        raise CheckpointError(
+            f"{base} has the weights that the adapter {adapter} was trained on, but {changed}: "
+            "name the checkpoint that it was trained on"
         )
     gpt = load_weights(info, device=torch.device("cpu"), dtype=torch.float32)
     try:

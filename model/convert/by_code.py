@@ -26,8 +26,11 @@ from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.owner_code import (
     CAUSAL_TOLERANCE,
     OwnerCode,
+    assumed_defaults,
+    doubtful_eps,
     request_of,
     require_causal,
+    require_one_eps,
     said_in,
 )
 from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN
@@ -99,6 +102,7 @@ def import_by_code(
         file = read_state_file(path)
     request = _request(file, options)
     facts = _measured(file, request, options)
+    require_one_eps(code, request, facts["kept"])
     _check_facts(code, facts, options)
     with reporting_damage(path):
         vocabulary = choose_vocabulary(
@@ -115,6 +119,8 @@ def import_by_code(
     config = _config(code, facts, vocabulary, sources, options)
     _require_complete(config, sources, file)
     notes = list(_report(config, facts))
+    if assumed := assumed_defaults(code, facts["kept"]):
+        notes.append(f"warning: {assumed}")
     for note in (*notes, *vocabulary.notes):
         log(note)
     weights, stored = _weights(file, options.dtype)
@@ -154,6 +160,7 @@ def _request(file: StateFile, options: CodeOptions) -> Request:
             expression=code.expression,
             call=code.call,
             said=said_in(file.settings, answers),
+            doubtful={} if "norm_eps" in answers else doubtful_eps(file.settings),
         )
     given = {} if options.context_length is None else {"context_length": options.context_length}
     return replace(request, said={**request.said, **answers, **_under_all_names(given)})

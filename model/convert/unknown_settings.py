@@ -10,22 +10,34 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from logitd.model.convert.by_role.names import RMS_SETTING, SETTINGS, TIED
+from logitd.model.convert.by_role.names import (
+    RMS_SETTING,
+    ROTARY_SETTING,
+    SETTINGS,
+    SWIGLU_SETTING,
+    TIED,
+)
 from logitd.model.convert.foreign import ConvertError
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
 COMPUTED = ("activation", "norm_first", "norm_eps", "rope_theta", "qk_norm", "qk_norm_eps")
 """Fields whose effect the tensors do not show."""
 _COMPUTED = frozenset(name for field in COMPUTED for name in SETTINGS[field])
+_UNSHOWN = _COMPUTED.union(*(SETTINGS[field] for field in ("n_head", "n_kv_head", "head_dim")))
 
 _SHAPE = (
-    r"d_[kqv]|d_qkv|(use_|qkv_|attn_|attention_|mlp_|ffn?_|head_|lm_head_|linear_)?bias|n_?params|"
+    r"d_[kqv]|d_qkv|n_?params|"
+    r"(use_|qkv_|attn_|attention_|mlp_|ffn?_|head_|lm_head_|linear_|norm_|ln_)?bias|"
+    r"(use_)?(gqa|mqa|grouped_query(_attention)?|multi_query(_attention)?)|(n|num)_kv_groups|n_rep|"
     r"multiple_of|ffn?_(mult(iplier)?|dim_multiplier|ratio|factor)|mlp_(ratio|mult(iplier)?)|"
     r"(hidden|expansion)_(mult(iplier)?|factor|ratio|size_mult)|expansion|"
     r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
     rf"{TIED.pattern}|tie_encoder_decoder"
 )
-"""Names of settings whose effect the tensors show, such as widths, biases and a tied head."""
+"""Names of settings whose effect the tensors show, such as widths, biases, shared keys and a tied
+head."""
+_FLAGS = (RMS_SETTING, ROTARY_SETTING, SWIGLU_SETTING)
+"""Names of flags that recognition by role reads."""
 _COUNTED = (
     r"(epochs?|updates?|steps?|iters?|iterations?|interval|every|freq|frequency|tokens|samples|"
     r"chars|characters|bytes|documents|sequences|examples)"
@@ -53,7 +65,9 @@ _TRAINING = (
     r"gradient|ddp|fsdp|init|initializer|data|dataset|summary|log_(interval|every|freq|iters?|steps?))_.*|"
     r"batch.*|warm_?up|adam|decay|lr_.*|decay_lr|(grad_?)?clip|clip_grad.*|max_(grad_)?norm|"
     r"early_stop.*|init(_.*)?|.*_init(_std|_range|_scale)?|init_std|fused(_adam)?|label_smoothing|"
-    r"compile|compiled|use_compile|torch_compile|ddp|fsdp|amp|use_amp|fp16|bf16|mixed_precision|"
+    r"compile|compiled|use_compile|torch_compile|ddp|fsdp|amp|use_amp|(use_)?(fp16|bf16)|"
+    r"mixed_precision|(use_)?ema(_(decay|rate|beta|start|every|warm_?up))?|(use_)?muon|nesterov|"
+    r"foreach|deterministic|(use_)?activation_checkpointing|"
     r"use_cache|kv_cache|use_kv_cache|cuda|mps|gpu|n?gpus?|num_threads|pin_memory|verbose|debug|"
     r"always_save_checkpoint|eval_only|shuffle|stride|gradient_checkpointing|(use_)?checkpointing|"
     r"(use_)?(flash|sdpa|flash_attn|flash_attention|flash_attn_2)|(use_)?wandb|tensorboard|"
@@ -88,6 +102,8 @@ _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
     **dict.fromkeys(("decoder_only", "use_pos_emb", "scale_attn_weights", "autoregressive"), True),
+    **dict.fromkeys(("learned_pos", "learned_pos_emb", "use_learned_pos_emb", "pos_emb"), True),
+    **dict.fromkeys(("layer_norm", "layernorm", "use_layer_norm", "use_layernorm"), True),
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
     **dict.fromkeys(("use_sliding_window", "is_encoder_decoder", "output_attentions"), False),
@@ -118,11 +134,18 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
             and (value is False or value != 0)
             and name not in known
             and not _is_neutral(name, value)
-            and not (by_role and isinstance(value, bool) and RMS_SETTING.fullmatch(name))
+            and not (by_role and isinstance(value, bool) and any(f.fullmatch(name) for f in _FLAGS))
             and _NAMES.fullmatch(name) is None
         )
 
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
+
+
+def unshown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values whose effect the tensors do not show, such as the number of heads, and those that
+    are not understood."""
+    unknown = unknown_settings(values, by_role=True)
+    return {k: v for k, v in values.items() if k.lower() in _UNSHOWN or k in unknown}
 
 
 def _is_neutral(name: str, value: object) -> bool:

@@ -181,6 +181,7 @@ class Comparison:
     changed    their logits after the last id of each was replaced
     long_ids   a longer sequence (1, L)
     late       logits (1, N, V) of the last positions of the longer sequence
+    kept       the code's own values of parameters that nothing in the request has replaced
     """
 
     token_ids: Tensor
@@ -188,6 +189,7 @@ class Comparison:
     changed: Tensor
     long_ids: Tensor
     late: Tensor
+    kept: Mapping[str, Any]
 
 
 def compare(
@@ -208,7 +210,7 @@ def compare(
         header, (logits, changed) = process.receive(timeout)
         long, late = process.receive(timeout)
     ids, long_ids = (torch.tensor(each["token_ids"]) for each in (header, long))
-    return Comparison(ids, logits, changed, long_ids, late)
+    return Comparison(ids, logits, changed, long_ids, late, header["kept"])
 
 
 def measure(

@@ -21,7 +21,8 @@ from logitd.model.text.tokenizer import (
     parse_ranks,
 )
 
-PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
+PUBLISHED: Mapping[str, int] = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}
+"""The number of ids of each published vocabulary."""
 
 _FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
 

@@ -177,6 +177,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "norm_first": (
         "norm_first", "pre_norm", "prenorm", "pre_ln", "pre_layer_norm", "prenormalization",
+        "use_pre_norm",
     ),
     "qk_norm_eps": ("qk_norm_eps",),
     "qk_norm": ("qk_norm", "use_qk_norm", "qk_layernorm"),
@@ -212,6 +213,12 @@ TIED = re.compile(
 """Names of settings that say whether the head is the token embedding."""
 NORM_SETTING = re.compile(r"norm|(^|_)ln(_|$)")
 RMS_SETTING = re.compile(r"(use_|is_)?(?<!no)rms_?norm|^(use_|is_)?rms$")
+ROTARY_SETTING = re.compile(
+    r"(use_|is_|with_)?(rope|rotary)(_(pos|position|positional))?(_(emb|embed|embeddings?|encoding))?"
+)
+SWIGLU_SETTING = re.compile(r"(use_|is_|with_)?swiglu")
+"""Names of flags that say whether positions are rotary, and whether the gate's activation is the
+SiLU."""
 OPTIMIZER_SETTING = re.compile(r"(adam_?)?(betas?|beta_?[12])|lr|learning_rate|weight_decay")
 
 _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")

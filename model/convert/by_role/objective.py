@@ -195,6 +195,7 @@ class LogitsObjective:
     long_ids    a longer sequence (1, L); None if there is none
     late        logits (1, N, V) of its last positions
     log_probs   True if the owner's code returns log-probabilities instead of logits
+    assumed     sentence about values that only a default of the owner's code states; "" if none
     """
 
     name: str
@@ -203,6 +204,7 @@ class LogitsObjective:
     long_ids: Tensor | None = None
     late: Tensor | None = None
     log_probs: bool = False
+    assumed: str = ""
     distinct: ClassVar[int] = 1
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:

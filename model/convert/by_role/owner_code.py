@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
-from logitd.model.convert.by_role.finding import Findings
+from logitd.model.convert.by_role.finding import Finding, Findings
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.stated import setting
+from logitd.model.convert.by_role.questions import ANY_EPS, OF_SETTINGS
+from logitd.model.convert.by_role.resolution import OpenQuestions, question
+from logitd.model.convert.by_role.stated import read_eps, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.unknown_settings import unshown
 from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
 from logitd.model.owner_code.process.build import Request
 
@@ -84,7 +87,7 @@ def owner_logits(
     timeout: float = START_SECONDS,
 ) -> LogitsObjective:
     """The objective of matching the logits that the owner's code computes. Raises ConvertError if
-    the code fails or if the model is not causal."""
+    the code fails or if the model is not causal, and OpenQuestions if its eps is not certain."""
     rows, context = tensors.shape("token_embedding")[0], findings["context_length"].values[0]
     request = request_of(code, tensors, findings, settings)
     try:
@@ -99,6 +102,7 @@ def owner_logits(
         )
     except CodeError as error:
         raise ConvertError(str(error)) from error
+    require_one_eps(code, request, found.kept)
     token_ids, logits, changed = found.token_ids, found.logits, found.changed
     if logits.shape != (*token_ids.shape, rows):
         raise ConvertError(
@@ -111,7 +115,9 @@ def owner_logits(
     require_causal(code, float(difference.max()) if difference.numel() else 0.0)
     normalized = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
     return LogitsObjective(
-        str(code), token_ids, logits, found.long_ids, found.late, log_probs=normalized
+        *(str(code), token_ids, logits, found.long_ids, found.late),
+        log_probs=normalized,
+        assumed=assumed_defaults(code, found.kept),
     )
 
 
@@ -130,9 +136,11 @@ def request_of(
     }
     if mapped.has("mlp_down"):
         fields["d_ff"] = tensors.shape("mlp_down")[1]
-    known = {}
+    known, eps = dict[str, Any](), findings["norm_eps"]
     if findings["n_head"].resolved:
         known = dict.fromkeys(SETTINGS["n_head"], findings["n_head"].values[0])
+    if eps.resolved and not eps.origin.endswith(OF_SETTINGS):
+        known |= dict.fromkeys(SETTINGS["norm_eps"], eps.values[0])
     said = said_in(settings, known, leave_out=fields)
     qkv, others = mapped.has_bias(*QKV), mapped.has_bias("attention_out", "mlp_down")
     return Request(
@@ -142,6 +150,7 @@ def request_of(
         said=said,
         shape={key: value for field, value in fields.items() for key in SETTINGS[field]},
         flags={"qkv_bias": qkv, "attention_bias": qkv, "bias": others, "use_bias": others},
+        doubtful={} if known.keys() & set(ANY_EPS) else doubtful_eps(settings),
     )
 
 
@@ -151,14 +160,50 @@ def said_in(
     """The source's settings, with their keys in lower case. Each setting is added under all other
     usual names of its field, unless the field is in `leave_out`: the tensors' shapes determine
     those fields. Values in `known` override the added values, but not the source's own values.
-    Dropout is 0, and the device is the CPU."""
+    Dropout is 0, and the device is the CPU. An eps that may be the optimizer's is left out."""
     said = dict(known)
+    settings = {key: value for key, value in settings.items() if str(key).lower() not in ANY_EPS}
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:
             said |= {key: value for key in keys if key not in said}
     scalars = {key: value for key, value in settings.items() if not isinstance(value, list)}
     said |= {str(key).lower(): value for key, value in scalars.items()}
     return said | dict.fromkeys(SETTINGS["dropout"], 0.0) | {"device": "cpu"}
+
+
+def doubtful_eps(settings: Mapping[str, Any]) -> dict[str, float]:
+    """The eps in the settings that may be a norm's or the optimizer's, under all usual names; empty
+    if there is none, or if the settings also state a norm's eps."""
+    value, key = setting(settings, "norm_eps")
+    eps = read_eps(value) if key.lower() in ANY_EPS else None
+    return {} if eps is None else dict.fromkeys(SETTINGS["norm_eps"], eps)
+
+
+def require_one_eps(code: OwnerCode, request: Request, kept: Mapping[str, Any]) -> None:
+    """Raise OpenQuestions if the code's own eps differs from an eps in the settings that may be the
+    optimizer's. `kept` are the code's own values."""
+    for name, own in kept.items():
+        if (eps := request.doubtful.get(name.lower(), own)) != own:
+            origin = (
+                f"{name} of the code is {own!r}, but the settings have the eps {eps!r}, which may "
+                "be the optimizer's"
+            )
+            asked = question("norm_eps", Finding((own, eps), origin, True))
+            raise OpenQuestions(f"{code}: the eps of the norms is not certain:\n  {asked}",
+                                ["norm_eps"])  # fmt: skip
+
+
+def assumed_defaults(code: OwnerCode, kept: Mapping[str, Any]) -> str:
+    """A sentence about the code's own values that neither the settings nor the tensors confirm; ""
+    if there are none."""
+    if not (values := unshown(kept)):
+        return ""
+    listed = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    return (
+        f"assumed from the defaults of {code}: {listed}. Neither settings nor tensors state this. "
+        "If the model was trained with another value, --code needs the expression that "
+        "creates it, such as 'gpt.py:GPT(n_head=4)'"
+    )
 
 
 def require_causal(code: OwnerCode, difference: float) -> None:

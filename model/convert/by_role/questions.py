@@ -288,15 +288,27 @@ class _File:
     def residual(self) -> Finding:
         mapped = self.tensors.map
         if mapped.has_norms and mapped.name("attention_norm") == mapped.name("mlp_norm"):
-            return Finding(("parallel", "sequential"), "one norm serves both", True)
+            origin = f"{mapped.name('mlp_norm')} must be the norm of both sublayers"
+            return Finding(("parallel", "sequential"), origin, True)
         return Finding(("sequential", "parallel"), CONVENTION)
+
+    def flag(self, pattern: re.Pattern[str]) -> tuple[bool | None, str]:
+        """The value and the name of the first flag among the settings whose name matches a pattern;
+        (None, "") if there is none."""
+        named = ((v, k) for k, v in self.settings.items() if words.matches(pattern, str(k)))
+        return next(((v, k) for v, k in named if isinstance(v, bool)), (None, ""))
 
     def positions(self) -> Finding:
         rotary, stated = "", self._stated_positions()
+        on, name = self.flag(words.ROTARY_SETTING)
         options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
         if self.tables:
             rotary = f"the rotary table {self.tables[0].name}"
-        elif (said := setting(self.settings, "rope_theta"))[1] and not is_off(said[0]):
+        elif on:
+            rotary = f"{name} of its settings"
+        elif (
+            on is None and (said := setting(self.settings, "rope_theta"))[1] and not is_off(said[0])
+        ):
             rotary = f"{said[1]} of its settings"
         if self.tensors.map.has("positions"):
             name = self.tensors.map.name("positions")
@@ -306,6 +318,12 @@ class _File:
             if not words.names_positions(name):
                 origin = f"only its shape says that {name} is added"
                 return Finding(("learned", *options), origin, True)
+            if self._positions_may_begin_at_row_2():
+                origin = (
+                    f"{name} seems to have 2 rows more than the context, as OPT's does: if the "
+                    "source adds row 2 at position 0, remove the first 2 rows"
+                )
+                return Finding(("learned",), origin, True)
             return Finding(("learned",), f"{name} is added")
         for name, value in self.settings.items():
             text = isinstance(value, str) and _ALIBI.fullmatch(value.lower().strip())
@@ -321,8 +339,18 @@ class _File:
             return Finding(("rotary",), rotary)
         return Finding(options, "there is no table of positions", True)
 
+    def _positions_may_begin_at_row_2(self) -> bool:
+        """True if the table of positions has two rows more than the stated context or, if none is
+        stated, than a power of two. The first two rows of OPT's table belong to no position."""
+        said, rows = self.said("context_length", read_count), self.tensors.shape("positions")[0]
+        length = rows - 2
+        return length == said.values[0] if said else length >= 64 and length.bit_count() == 1
+
     def _stated_positions(self) -> str:
-        """The setting whose text says that positions are not rotary; "" if there is none."""
+        """The setting that says that positions are not rotary; "" if there is none."""
+        on, name = self.flag(words.ROTARY_SETTING)
+        if on is False:
+            return f"{name} is False"
         return next(
             (
                 f"{name} is {value!r}"
@@ -377,10 +405,16 @@ class _File:
                 f"is not supported in a feed-forward with{'' if has_gate else 'out'} a gate; the "
                 f"supported activations are {', '.join(sorted(known))}"
             )
-        if has_gate:
+        on, name = self.flag(words.SWIGLU_SETTING)
+        if has_gate and on is False:
             return Finding(
-                ("swiglu",), "the feed-forward has a gate; silu is the only one known here"
+                ("swiglu",), f"there is a gate, but {name} of its settings is False", True
             )
+        if has_gate and (said is not None or on):
+            return Finding(("swiglu",), said.origin if said else f"{name}{OF_SETTINGS}")
+        if has_gate:
+            origin = "assumed: there is a gate, and silu is the only activation of one known here"
+            return Finding(("swiglu",), origin)
         if said is None:
             return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
         return Finding((words.ACTIVATIONS[said.values[0].lower()],), said.origin)

@@ -346,12 +346,14 @@ def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
 
 
 def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:
-    """Assign the norms of attention and feed-forward. A single norm gets both roles. More than two
-    norms get no role, and neither do two whose names do not show which is first, so
-    `tensor_map.check` reports them."""
+    """Assign the norms of attention and feed-forward. A single norm gets both roles. These norms
+    get no role, so `tensor_map.check` reports them: more than two, two whose names do not show
+    which is first, and one whose name says that only one sublayer has it."""
     if len(norms) not in (1, 2):
         return
     first, second = norms[0], norms[-1]
+    if first is second and (_is_second(first) or first.within(words.ATTENTION)):
+        return
     if first is not second and not any(_has_place(m) or _is_in(m, home) for m in norms):
         return
     in_attention = [_is_in(norm, home) for norm in (first, second)]

@@ -28,8 +28,8 @@ class Resolution:
     verified       sentence about how well the computation agrees with the source
     penalty        the chosen variant's loss in nats per token, or its largest logit difference
     alternatives   other values that were tried
-    warning        sentence about unusual values that were chosen by their loss; "" if there are
-               fewer than two
+    warning        sentence about unusual values that were chosen by their loss, if there are two or
+                   more, or about defaults of the owner's code; "" if there are none
     """
 
     computation: Computation

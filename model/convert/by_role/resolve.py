@@ -111,4 +111,5 @@ def _by_logits(
         ),
         penalty=difference,
         alternatives=alternatives,
+        warning=objective.assumed,
     )

@@ -157,7 +157,7 @@ def _none_found(
 ) -> ConvertError:
     looked = "".join(f"; {sentence}" for sentence in in_vain)
     words = {value for _, value in _settings(contents) if isinstance(value, str)}
-    published = sorted(words & set(PUBLISHED))
+    published = sorted(name for name in words & set(PUBLISHED) if PUBLISHED[name] <= rows)
     hint = (
         f" Its settings name {published[0]}: try --tokenizer {published[0]}." if published else ""
     )

@@ -72,7 +72,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             _check_range(name, getattr(self, name), low, high)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}: lower "
+                "min_tokens or raise max_tokens",
+                "min_tokens",
+            )
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest(
                 f"logit_bias is {self.logit_bias!r}; it must be {{token id: bias}}", "logit_bias"

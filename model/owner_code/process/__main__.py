@@ -2,10 +2,10 @@
 
 FOLDER contains `request.json` (a `Job`) and, unless the job names another file,
 `weights.safetensors`. The program answers on the socket FD, in frames (`wire.py`). The answer to
-"compare" has random ids and their logits, followed by the logits after the last id was replaced;
-a second frame has a longer sequence of ids and the logits of its last positions.
-The answer to "measure" has the facts. `answer.py` describes the answers to "serve". If the owner's
-code fails, the answer is {"error": text}.
+"compare" has random ids and their logits, followed by the logits after the last id was replaced,
+and the attempt's own values (`Attempt.kept`); a second frame has a longer sequence of ids and the
+logits of its last positions. The answer to "measure" has the facts. `answer.py` describes the
+answers to "serve". If the owner's code fails, the answer is {"error": text}.
 """
 
 import json
@@ -79,12 +79,13 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire) -> None:
         case "compare":
             rows, length = options["rows"], options["length"]
             token_ids, *logits = compare(caller, rows, length)
-            wire.send({"token_ids": token_ids.tolist()}, torch.stack(logits))
+            header = {"token_ids": token_ids.tolist(), "kept": built.attempt.kept}
+            wire.send(header, torch.stack(logits))
             token_ids, late = compare_late(caller, rows, length, options["longest"])
             wire.send({"token_ids": token_ids.tolist()}, late)
         case "measure":
             facts = measure(caller, Path(request.file), **options)
-            wire.send(facts | {"chosen": built.attempt.chosen})
+            wire.send(facts | {"chosen": built.attempt.chosen, "kept": built.attempt.kept})
         case _:
             context = options.pop("context")
             Answerer(caller, wire, **options).run(context)

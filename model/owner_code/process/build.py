@@ -47,6 +47,7 @@ class Request:
     said               values from the checkpoint's settings and from the user
     shape              values that follow from the shapes of the tensors
     flags              guesses about which parts have a bias
+    doubtful           values that may belong to the optimizer. They replace no default of the code
     call               expression that returns logits; it may use `model`, `ids` and names of the
                        file. None means `model(ids)`
     chosen             values of the attempt that created the model earlier; None tries all attempts
@@ -57,12 +58,13 @@ class Request:
     said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    doubtful: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     call: str | None = None
-    chosen: Mapping[str, Mapping[str, Any]] | None = None
+    chosen: Mapping[str, Any] | None = None
 
     @property
     def values(self) -> dict[str, Any]:
-        return {**self.shape, **self.flags, **self.said}
+        return {**self.doubtful, **self.shape, **self.flags, **self.said}
 
     @property
     def expressions(self) -> list[str]:
@@ -71,7 +73,7 @@ class Request:
 
 EXPRESSION = (
     "Give an expression that creates the model as it was trained, such as "
-    "'GPT(vocab_size=65, n_head=4)'"
+    "'GPT(vocab_size=..., n_head=...)'"
 )
 
 
@@ -106,6 +108,8 @@ class Attempt:
     values  values for parameters without a default
     asked   names that the code has looked up in any attempt so far
     names   values of variables whose assignment fails; names have their exact case
+    kept    the code's own values of parameters and variables that nothing has replaced, if they are
+            numbers, flags or strings
     """
 
     top: Mapping[str, Any]
@@ -113,6 +117,11 @@ class Attempt:
     values: Mapping[str, Any]
     asked: set[str]
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def keep(self, name: str, value: Any) -> None:
+        if isinstance(value, bool | int | float | str):
+            self.kept[name] = value
 
     @property
     def chosen(self) -> dict[str, Mapping[str, Any]]:
@@ -163,6 +172,9 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
             tried = attempt.asked & request.flags.keys()
         else:
             names = {**attempt.names, **record(file, request.expressions, module)}
+            for name, value in vars(module).items():
+                if request.doubtful.get(name.lower(), value) != value:
+                    attempt.keep(name, value)
             return Built(model.eval(), module, dataclasses.replace(attempt, names=names))
     said = str(problems[:3][-1])
     if flags := sorted(tried - request.said.keys()):
@@ -197,7 +209,7 @@ def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Mod
             ) from error
         raise Problem(
             f"{type(error).__name__}: {error}. If the values of the checkpoint do not fit, give "
-            "an expression that creates the model, such as 'GPT(vocab_size=65, n_head=4)'"
+            "an expression that creates the model, such as 'GPT(vocab_size=..., n_head=...)'"
         ) from error
     if not isinstance(made, nn.Module):
         raise Problem(f"the expression returns a {type(made).__name__}; expected a torch module")
@@ -229,6 +241,8 @@ def arguments(
                 f"{called} needs {name!r}, which the checkpoint does not contain: give an "
                 f"expression that creates the model, such as '{called}(..., {name}=...)'"
             )
+        else:
+            attempt.keep(name, parameter.default)
     return given
 
 
@@ -270,6 +284,9 @@ def config_object(named: type | None, module: types.ModuleType, attempt: Attempt
     config = classes[0](**config_arguments(classes[0], attempt))
     if not dataclasses.is_dataclass(config):
         attempt.asked.update(name for name in attempt.values if hasattr(config, name))
+        for name in attempt.values:
+            if hasattr(config, name) and name not in attempt.over:
+                attempt.keep(name, getattr(config, name))
         for name, value in attempt.over.items():
             if hasattr(config, name):
                 setattr(config, name, value)
@@ -283,6 +300,8 @@ def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
         needed = attempt.values if parameter.default is parameter.empty else attempt.over
         if name.lower() in (known := {**needed, **attempt.over}):
             given[name] = known[name.lower()]
+        else:
+            attempt.keep(name, parameter.default)
     return given
 
 

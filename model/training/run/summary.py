@@ -36,6 +36,7 @@ class RunSummary:
     idle_seconds: float  # since something was last written
     step: int
     steps: int | None  # None: the clock ends the run
+    minutes: float | None  # None: no time limit
     tokens: int
     seconds: float
     loss: float | None  # smoothed training loss, nats per token
@@ -70,7 +71,8 @@ def summarize(path: Path) -> RunSummary:
         minutes=report.get("minutes"),
     )
     sampled_at, samples = read_samples(path)
-    settings = {**asdict(training.recipe), **model.to_dict()}
+    # The clock may end a run, and then the steps of its preset do not.
+    settings = {**asdict(training.recipe), **model.to_dict(), **asdict(length)}
     if (lora := training.lora) is not None:
         settings |= {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": [*lora.targets]}
     base = None if training.base is None else training.base.record
@@ -86,6 +88,7 @@ def summarize(path: Path) -> RunSummary:
         idle_seconds=max(0.0, time.time() - _last_written(path)),
         step=last["step"],
         steps=length.steps,
+        minutes=length.minutes,
         tokens=report.get("tokens", 0),
         seconds=last["seconds"],
         loss=report.get("smoothed_loss"),
@@ -123,7 +126,7 @@ def _changes(
     return {
         name: (before[name], value)
         for name, value in settings.items()
-        if name in before and before[name] != value
+        if name in before and before[name] != value and (name, value) != ("steps", None)
     }
 
 

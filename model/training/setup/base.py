@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from logitd.model.checkpoint.adapter import changed_field
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
 from logitd.model.checkpoint.load import load_weights
 from logitd.model.checkpoint.run_folder import is_run
@@ -34,6 +35,7 @@ def open_base(path: Path) -> Base:
     record = {
         "name": f"{info.name}/{resolved.name}" if is_run(resolved.parent) else info.name,
         "weights_sha256": info.weights_sha256,
+        "model": info.config.to_dict(),
         "step": training.step,
         "tokens": training.tokens,
         "data": dict(training.data),
@@ -51,6 +53,11 @@ def reopen_base(base: Base, path: Path) -> Base:
             f"--from: the run began with {record['name']}, weights "
             f"{record['weights_sha256'][:12]}..., but {path} has {info.weights_sha256[:12]}...: "
             f"set --from to the current path of {record['name']}, or leave it out"
+        )
+    if changed := changed_field(record, info.config):
+        raise TrainingError(
+            f"--from: {path} has the weights that the run began with, but {changed}: set --from to "
+            f"the current path of {record['name']}, or leave it out"
         )
     return replace(base, checkpoint=info)
 

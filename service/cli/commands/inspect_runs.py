@@ -67,7 +67,7 @@ def _rows(run: RunSummary) -> list[tuple[str, str]]:
         ("state", _state(run)),
         ("step", f"{run.step:,}" + ("" if run.steps is None else f" of {run.steps:,}")),
         ("tokens", f"{run.tokens:,}"),
-        ("time", duration(run.seconds)),
+        ("time", duration(run.seconds) + _of(run.minutes)),
         ("tokens/s", _number(run.tokens_per_second, ",.0f")),
         ("training loss", _number(run.loss, ".4f")),
         ("validation loss", _number(run.val_loss, ".4f")),
@@ -77,6 +77,10 @@ def _rows(run: RunSummary) -> list[tuple[str, str]]:
         *(("note", note) for note in run.notes),
     ]  # fmt: skip
     return rows
+
+
+def _of(minutes: float | None) -> str:
+    return "" if minutes is None else f" of {duration(60 * minutes)}"
 
 
 def _comparison(runs: Sequence[RunSummary]) -> Table:

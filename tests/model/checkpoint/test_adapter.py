@@ -120,6 +120,27 @@ def test_merge_refuses_another_base_with_both_hashes(adapter: Path, tmp_path: Pa
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.parametrize(("field", "value"), [("rope_theta", 5e5), ("norm_eps", 1e-3)])
+def test_merge_refuses_a_base_that_computes_something_else(
+    base: Path, adapter: Path, tmp_path: Path, field: str, value: float
+) -> None:
+    """The weights are the same. An older adapter does not say what its base computed."""
+    model = read_checkpoint(base).config.to_dict()
+    edit(base / "config.json", "model", {**model, field: value})
+    merge(base, adapter, tmp_path / "older", save_dtype="float32")
+    record = read_adapter(adapter).base
+    edit(adapter / "config.json", "base", {**record, "model": {**model, "dropout": 0.5}})
+    with pytest.raises(CheckpointError, match=rf"{field} was {model[field]} and is now {value}"):
+        merge(base, adapter, tmp_path / "merged", save_dtype="float32")
+    edit(base / "config.json", "model", model)
+    merge(base, adapter, tmp_path / "merged", save_dtype="float32")
+
+
+def edit(path: Path, section: str, values: Any) -> None:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**document, section: values}), encoding="utf-8")
+
+
 def test_adapter_and_checkpoint_are_not_confused(base: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"adapter.*logitd merge"):
         read_checkpoint(adapter)

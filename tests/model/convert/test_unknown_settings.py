@@ -34,7 +34,8 @@ ANSWERS: dict[str, Any] = {
         ("attention_type", "sliding_window"), ("attn", "linear"),
         ("rope_type", "yarn"), ("residual", "parallel"), ("pretraining_tp", 2),
         ("partial_rotary_factor", 0.5), ("use_sliding_window", True), ("rotary_pct", True),
-        ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
+        ("glu", True), ("pos_emb", False), ("layer_norm", False), ("embed_scale", True),
+        ("rope_dim", 32), ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
     ],
 )  # fmt: skip
 def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:
@@ -54,6 +55,9 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("num_train_epochs", 3), ("save_every_n_steps", 10), ("tie_word_embeddings", False),
         ("attention", "flash_attention_2"), ("layer_types", ["full_attention"] * 2),
         ("tokens_seen", 10**6), ("share_input_output_embed", True), ("n_samples", 5),
+        ("ema_decay", 0.999), ("use_ema", True), ("use_fp16", True), ("gqa", True),
+        ("use_mqa", False),
+        ("norm_bias", False), ("use_layer_norm", True), ("deterministic", True), ("pos_emb", True),
         ("pretraining_tp", 1), ("partial_rotary_factor", 1.0), ("use_sliding_window", False),
     ],
 )  # fmt: skip
@@ -61,8 +65,10 @@ def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> Non
     assert unknown_settings({name: value}) == {}
 
 
-@pytest.mark.parametrize("name", ["use_rmsnorm", "rms_norm", "is_rms"])
-def test_flag_of_rms_norms_is_known_by_role(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["use_rmsnorm", "rms_norm", "is_rms", "use_rope", "rotary", "rope_emb", "swiglu"]
+)
+def test_flag_is_known_by_role(name: str) -> None:
     """Recognition by role reads it, and asked about it nevertheless."""
     assert unknown_settings({name: True}, by_role=True) == {}
     assert unknown_settings({name: True}) == {name: True}

@@ -62,16 +62,18 @@ def test_settings_choose_neither_device_nor_dropout() -> None:
 
 
 def test_owner_code_answers_all_questions(write: Write) -> None:
-    """The script that builds and trains the model is in the same file. No question is asked, and
-    the training loop does not run."""
+    """The script that builds and trains the model is in the same file. No question is asked, the
+    training loop does not run, and a default that nothing confirms is named."""
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
-    code = write(SCRIPT)
+    script = SCRIPT.replace("(self):", "(self, heads=n_head):").replace("n_head, ", "heads, ")
+    code = write(script)
     options = RoleOptions(code=code)
     read = read_by_role(recognize_file(state_file(model), options))
     assert read.config.activation == "gelu_tanh"
     assert (read.config.n_head, read.config.final_norm) == (4, True)
     assert "logits of gpt.py:GPT on random ids" in read.facts["verified"]
+    assert read.facts["warning"].startswith("assumed from the defaults of gpt.py:GPT: heads=4.")
     assert not (code.file.parent / "training-has-begun").exists()
 
 

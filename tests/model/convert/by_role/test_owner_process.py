@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from logitd.model.convert.by_role.owner_code import OwnerCode, request_of
+from logitd.model.convert.by_role.owner_code import (
+    OwnerCode,
+    assumed_defaults,
+    request_of,
+    require_one_eps,
+    said_in,
+)
+from logitd.model.convert.by_role.resolution import OpenQuestions
+from logitd.model.convert.by_role.resolve import answer
 from logitd.model.owner_code.process.build import build_model
 from logitd.model.owner_code.process.call import Caller, compare, compare_late
 from logitd.model.owner_code.process.problem import Problem
@@ -87,6 +95,68 @@ class Limited(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[1] <= self.length
         return x.cumsum(1)
+
+
+def kept_by(
+    code: OwnerCode, book: nn.Module, settings: Mapping[str, Any], **answers: Any
+) -> dict[str, Any]:
+    """The code's own values that nothing replaces. Raises OpenQuestions if its eps and the eps of
+    the settings differ."""
+    tensors = mapped(book)
+    found = answer(findings(tensors, settings), answers)
+    request = request_of(code, tensors, found, settings)
+    kept = build_model(request, tensors.tensors).attempt.kept
+    require_one_eps(code, request, kept)
+    return kept
+
+
+SMALL_DATACLASS = DATACLASS.replace("768", "32").replace("int = 12", "int = 2")
+SMALL_ATTRIBUTES = ATTRIBUTES.replace("768", "32").replace("=12", "=2")
+EPS_OF_THE_CODE = {
+    "parameter": BY_NAMES.replace("n_layer=2", "n_layer=2, eps=1e-6"),
+    "another name": BY_NAMES.replace("n_layer=2", "n_layer=2, norm_eps=1e-6"),
+    "dataclass": SMALL_DATACLASS.replace("int = 2", "int = 2\n    layer_norm_eps: float = 1e-6"),
+    "attribute": SMALL_ATTRIBUTES.replace("n_heads = 12", "n_heads = 12\n    eps = 1e-6"),
+    "variable": SCRIPT.replace("n_layer = 2", "n_layer = 2\neps = 1e-6").replace(
+        "super()", "self.eps = eps\n        super()"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", EPS_OF_THE_CODE.values(), ids=EPS_OF_THE_CODE)
+def test_eps_of_the_code_and_of_an_optimizer_are_a_question(
+    code: str, write: Write, book: nn.Module
+) -> None:
+    """The optimizer's eps once replaced the default of the class, and every comparison agreed."""
+    settings = SETTINGS | {"eps": 1e-8}
+    with pytest.raises(OpenQuestions, match=r"--norm-eps 1e-06\|1e-08 ") as caught:
+        kept_by(write(code), book, settings)
+    assert caught.value.fields == ("norm_eps",)
+    kept_by(write(code), book, settings, norm_eps=1e-6)
+    kept_by(write(code), book, SETTINGS | {"eps": 1e-6})
+    kept_by(write(code), book, settings | {"norm_eps": 1e-5})
+
+
+def test_parameter_without_a_default_gets_the_only_eps(write: Write, book: nn.Module) -> None:
+    code = BY_NAMES.replace("n_embd, n_head=4", "n_embd, eps, n_head=4").replace(
+        "assert", "assert eps == 1e-8 and"
+    )
+    assert "eps" not in kept_by(write(code), book, SETTINGS | {"eps": 1e-8})
+    assert not {"eps", "norm_eps"} & said_in({"eps": 1e-8}, {}).keys()
+
+
+def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module) -> None:
+    """The tensors show the width and the layers, but not the heads."""
+    for text in (BY_NAMES, SMALL_DATACLASS):
+        code = write(text)
+        assert "n_heads=" not in assumed_defaults(code, kept_by(code, book, SETTINGS))
+        assert re.match(
+            r"assumed from the defaults of gpt\.py:GPT: (n_head|num_attention_heads)=4\. ",
+            assumed_defaults(code, kept_by(code, book, {})),
+        )
+        assert assumed_defaults(code, kept_by(code, book, {}, n_head=4)) == ""
+    script = write(SCRIPT)
+    assert assumed_defaults(script, kept_by(script, book, {})) == ""
 
 
 @pytest.mark.parametrize(

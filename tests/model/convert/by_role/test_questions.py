@@ -37,6 +37,10 @@ def of_tensors(tensors: dict[str, Tensor], **settings: Any) -> dict[str, Finding
         ("llama", "qk_norm", {"qk_norm": False}, "none"),
         ("llama", "qk_norm", {"use_qk_norm": "none"}, "none"),
         ("llama", "norm_eps", {"eps": 1e-3}, 1e-3),
+        ("llama", "positions", {"use_rope": True}, "rotary"),
+        ("nanoGPT", "positions", {"use_rope": False, "rope_theta": 1e4}, "learned"),
+        ("llama", "activation", {"use_swiglu": True}, "swiglu"),
+        ("nanoGPT", "norm_position", {"use_pre_norm": True}, "pre"),
         ("llama", "norm_eps", {"norm_eps": "1e-5", "rms_norm_eps": 1e-5, "eps": 1e-8}, 1e-5),
     ],
 )
@@ -60,6 +64,12 @@ def test_setting_is_understood(name: str, field: str, settings: dict[str, Any], 
         ("llama", "n_head", {"n_head": 5}),
         ("llama", "positions", {"rope_theta": 1e4, "pos_encoding": "sinusoidal"}),
         ("llama", "positions", {"rope_theta": 0}),
+        ("llama", "positions", {"use_rope": False}),
+        ("llama", "positions", {"rope": True, "pos_encoding": "sinusoidal"}),
+        ("nanoGPT", "positions", {"use_rope": True}),
+        ("nanoGPT", "positions", {"max_position_embeddings": 14}),
+        ("llama", "activation", {"swiglu": False}),
+        ("nanoGPT", "activation", {"swiglu": True}),
         ("llama", "n_head", {"n_head": 4, "num_heads": 8}),
         ("nanoGPT", "activation", {"activation": "relu", "hidden_act": "gelu"}),
         ("llama", "norm_eps", {"norm_eps": 1e-5, "rms_norm_eps": "1e-6"}),
@@ -164,6 +174,27 @@ def test_scale_of_a_sublayer_is_no_norm() -> None:
         recognize_file(
             StateFile(state_file(SCHEMES["book"].model()).path, "m", tensors), RoleOptions()
         )
+
+
+@pytest.mark.parametrize("name", ["ffn_norm", "ln_2", "attn.norm"])
+def test_norm_of_one_sublayer_is_not_the_norm_of_both(name: str) -> None:
+    """The import gave it to both and asked only about the residual."""
+    tensors = {
+        each.replace(".ln.", f".{name}."): value
+        for each, value in state(SCHEMES["one norm for both"].model()).items()
+    }
+    path = state_file(SCHEMES["book"].model()).path
+    with pytest.raises(ConvertError, match=rf"without a known role in a GPT: h\.0\.{name}\."):
+        recognize_file(StateFile(path, "m", tensors), RoleOptions())
+
+
+@pytest.mark.parametrize(("rows", "asked"), [(66, True), (64, False), (130, True), (100, False)])
+def test_table_with_two_more_rows_than_a_context_is_a_question(rows: int, asked: bool) -> None:
+    """The first two rows of OPT's table belong to no position."""
+    tensors = state(SCHEMES["nanoGPT"].model())
+    (name,) = (each for each in tensors if "wpe" in each)
+    found = of_tensors(tensors | {name: torch.rand(rows, tensors[name].shape[1])})
+    assert found["positions"].ambiguous is asked
 
 
 def test_order_of_query_key_value_is_asked() -> None:

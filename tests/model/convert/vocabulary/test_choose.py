@@ -239,7 +239,10 @@ def test_other_entries_of_a_checkpoint_are_not_vocabularies() -> None:
     check_characters(chosen(contents=data))  # names the text that it was trained on
     del contents["config"]
     with pytest.raises(ConvertError, match=r"Its settings name gpt2: try --tokenizer gpt2\."):
+        chosen(contents=contents, rows=50_304)
+    with pytest.raises(ConvertError, match=r"no vocabulary for the model's 22 ids") as caught:
         chosen(contents=contents)
+    assert "try --tokenizer" not in str(caught.value)
 
 
 def test_contents_exclude_tensors(tmp_path: Path) -> None:

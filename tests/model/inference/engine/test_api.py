@@ -50,6 +50,7 @@ def test_sampling_refuses_a_value_out_of_range(field: str, value: Any) -> None:
         ({"logit_bias": {3: math.nan}}, "logit_bias.*nan"),
         ({"logit_bias": {3: 1e39}}, r"logit_bias.*1e\+39.*-1000000000.*1000000000"),
         ({"allowed_token_ids": ()}, "allowed_token_ids"),
+        ({"min_tokens": 9}, "min_tokens is 9, but max_tokens is 8: lower min_tokens or raise"),
         (
             {"min_tokens": 1, "allowed_token_ids": (3, 5), "stop_token_ids": frozenset({3, 4, 5})},
             "allowed_token_ids.*min_tokens",

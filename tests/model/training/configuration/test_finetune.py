@@ -126,6 +126,7 @@ def test_checkpoint_names_its_base(tune: Tune, base: Path) -> None:
     assert info.training.base == {
         "name": "base",
         "weights_sha256": was.weights_sha256,
+        "model": was.config.to_dict(),
         "step": 7,
         "tokens": 7168,
         "data": {"name": "tiny", "licence": "MIT"},

@@ -1,5 +1,6 @@
 """Summaries of finished, interrupted, damaged and new runs."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -72,6 +73,18 @@ def test_differences_between_runs(runs: Path) -> None:
     assert found["d_model"] == (32, 16)
     assert found["checkpoint_every"] == (12, 100)
     assert set(found) == {"d_model", "d_ff", "head_dim", "rotary_dim", "checkpoint_every"}
+
+
+def test_clock_ends_a_run_without_steps(copy: Path) -> None:
+    """The steps of the preset were shown as the run's, although they do not end it."""
+    document = json.loads((copy / "run.json").read_text(encoding="utf-8"))
+    del document["config"]["steps"]
+    document["config"]["minutes"] = 5.0
+    (copy / "run.json").write_text(json.dumps(document), encoding="utf-8")
+    found = summarize(copy)
+    assert (found.steps, found.settings["steps"]) == (None, None)
+    assert (found.minutes, found.settings["minutes"]) == (5.0, 5.0)
+    assert "steps" not in found.changes
 
 
 def test_summary_of_a_run_without_metrics(copy: Path) -> None:
