@@ -378,12 +378,19 @@ class _File:
                 f"supported activations are {', '.join(sorted(known))}"
             )
         if has_gate:
-            return Finding(
-                ("swiglu",), "the feed-forward has a gate; silu is the only one known here"
-            )
+            origin = "the feed-forward has a gate; silu is the only activation of one known here"
+            return Finding(("swiglu",), origin, said is None and not self._names_silu())
         if said is None:
             return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
         return Finding((words.ACTIVATIONS[said.values[0].lower()],), said.origin)
+
+    def _names_silu(self) -> bool:
+        """True if a tensor's name, a setting that is on or a setting's text names the activation of
+        a gate."""
+        texts = [self.tensors.map.name("mlp_down")]
+        for name, value in self.settings.items():
+            texts += [value] if isinstance(value, str) else [name] if is_on(value) else []
+        return any(word in text.lower() for word in words.GATED for text in texts)
 
     def score_scale(self) -> Finding:
         if self.tensors.map.name("qkv").endswith("in_proj_weight"):
