@@ -53,7 +53,7 @@ from logitd.model.convert.by_role.stated import (
     settings_of,
     states_rms,
 )
-from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.by_role.tensor_map import MappedTensors, Role
 from logitd.model.convert.foreign import ConvertError
 
 _ALIBI = re.compile(r"(use_|with_)?alibi(_.*)?")
@@ -61,6 +61,11 @@ MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024
 """Context length that is assumed if nothing in the file shows it. The number does not change the
 computation, but the model's output is poor at positions beyond those that it was trained on."""
+
+NOT_POSITIVE = 0.25
+"""If more than this part of the norms' weights is not positive, they may be added to 1."""
+OFFSETS = (1, 2)
+"""Positions that a table has before the first one, as in OPT and RoBERTa."""
 
 WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
 """Describes a computation in which every head has its own rotary frequencies. No GPTConfig
@@ -231,7 +236,16 @@ class _File:
 
     def context_length(self) -> Finding:
         if self.tensors.map.has("positions"):
-            return Finding((self.tensors.shape("positions")[0],), "rows of the position table")
+            rows, origin = self.tensors.shape("positions")[0], "rows of the position table"
+            stated = [
+                (k, v) for k, v in settings_of("context_length", self.settings) if is_count(v)
+            ]
+            lengths = {length for _, length in stated}
+            if rows not in lengths and lengths & {rows - offset for offset in OFFSETS}:
+                told = ", ".join(f"{key} of its settings is {length}" for key, length in stated)
+                origin = f"{origin}, but {told}: its positions may begin at a later row"
+                return Finding((rows,), origin, True)
+            return Finding((rows,), origin)
         if (said := self.said("context_length", read_count)) is not None:
             return said
         for name, tensor in self.ignored.items():
@@ -245,6 +259,18 @@ class _File:
         )
 
     def norm(self) -> Finding:
+        found = self._norm_by_name()
+        if found.ambiguous or not self._norms_are_around_zero():
+            return found
+        origin = "norms have weights around 0: the source may multiply by 1 + weight instead"
+        return Finding(found.values, origin, True)
+
+    def _norms_are_around_zero(self) -> bool:
+        roles: tuple[Role, ...] = ("attention_norm", "mlp_norm", "final_norm")
+        tensors = [tensor for role in roles if (tensor := self.tensors.get(role)) is not None]
+        return bool(tensors) and float((torch.cat(tensors) <= 0).float().mean()) > NOT_POSITIVE
+
+    def _norm_by_name(self) -> Finding:
         mapped = self.tensors.map
         if not mapped.has_norms:
             return Finding(

@@ -122,7 +122,9 @@ def recognize_file(
     if (given := options.map_file) is not None:
         named = {"positions": "learned"} if ("positions", "weight") in given.names else {}
         findings = answer(findings, {**named, **given.answers}, given.path.name)
-    if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
+    length = findings["context_length"]
+    asked = length.ambiguous or length.values == (CONTEXT_IF_UNKNOWN,)
+    if context_length is not None and asked:
         findings["context_length"] = Finding((context_length,), "--context-length")
     findings = answer(findings, check_answers("the flags", options.answers))
     check_rotary_width(tensors, ignored, findings)
