@@ -35,6 +35,8 @@ ANSWERS: dict[str, Any] = {
         ("rope_type", "yarn"), ("residual", "parallel"), ("pretraining_tp", 2),
         ("partial_rotary_factor", 0.5), ("use_sliding_window", True), ("rotary_pct", True),
         ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
+        ("qkv_order", "kqv"), ("qkv_layout", "interleaved"), ("norm_type", "rmsnorm_1p"),
+        ("embed_scale", "sqrt"), ("mlp_type", "geglu"), ("layout", "parallel"),
     ],
 )  # fmt: skip
 def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:
@@ -55,6 +57,7 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("attention", "flash_attention_2"), ("layer_types", ["full_attention"] * 2),
         ("tokens_seen", 10**6), ("share_input_output_embed", True), ("n_samples", 5),
         ("pretraining_tp", 1), ("partial_rotary_factor", 1.0), ("use_sliding_window", False),
+        ("norm_type", "pre"), ("norm", "nn.LayerNorm"), ("ffn", "swiglu"), ("qkv_order", "qkv"),
     ],
 )  # fmt: skip
 def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> None:
