@@ -152,10 +152,9 @@ def _outer_roles(
     names["token_embedding", "weight"] = embedding.weight
     head = _choose_head(tables, embedding)
     if not positions:  # use a table whose name does not show its role
-        others = [m for m in tables if m is not head and m.shape != embedding.shape]
-        positions = [m for m in others if m.shape[-1] == width]
-    if positions:
-        names["positions", "weight"] = positions[0].weight
+        positions = [m for m in tables if m is not head and m.shape != embedding.shape]
+    if added := [m for m in positions if m.table[-1] == width]:
+        names["positions", "weight"] = added[0].weight
     if head is not None:
         _give(names, "head", head)
     if (norm := _choose_final_norm(modules, width)) is not None:

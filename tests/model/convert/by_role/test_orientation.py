@@ -195,3 +195,11 @@ def test_norm_of_one_sublayer_does_not_serve_both(norm: str) -> None:
     tensors = model_of(layer | {f"{norm}.weight": (WIDTH,)})
     with pytest.raises(ConvertError, match=rf"without a known role in a GPT: h\.0\.{norm}"):
         check("model.pt", tensors, recognize("model.pt", tensors))
+
+
+def test_table_of_another_width_is_no_table_of_positions() -> None:
+    """One bias per distance and head has the name of positions. It ended the import."""
+    layer = attention(".weight") | feed_forward(".weight", transposed=False) | NORMS
+    tensors = model_of(layer) | {"pos_bias.weight": torch.ones(WIDTH, 4)}
+    with pytest.raises(ConvertError, match=r"without a known role in a GPT: pos_bias\.weight"):
+        check("model.pt", tensors, recognize("model.pt", tensors))
