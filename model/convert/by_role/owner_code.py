@@ -16,7 +16,7 @@ import torch
 from logitd.model.convert.by_role.finding import Findings
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.stated import setting
+from logitd.model.convert.by_role.stated import ANY_EPS, may_be_optimizers, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
@@ -28,6 +28,8 @@ that length instead."""
 LONGEST, LONGEST_LOGITS = 2048, 2**26
 """Maximum length of a third sequence, whose last logits show what the first ids do not, such as a
 sliding window; and the maximum number of all its logits."""
+OF_TRAINING = ("step", "val_loss")
+"""Fields that describe the training."""
 CAUSAL_TOLERANCE = 1e-3
 """If a different last id changes the logits of earlier positions by at most this, the change is
 attributed to rounding."""
@@ -148,13 +150,17 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The source's settings, with their keys in lower case. Each setting is added under all other
-    usual names of its field, unless the field is in `leave_out`: the tensors' shapes determine
-    those fields. Values in `known` override the added values, but not the source's own values.
-    Dropout is 0, and the device is the CPU."""
+    """The source's settings, with their keys in lower case, except an eps that may be the
+    optimizer's. Each setting is added under all other usual names of its field, unless the field is
+    in `leave_out`: the tensors' shapes determine those fields. A mere `eps` and the numbers of a
+    training have no other names. Values in `known` override the added values, but not the source's
+    own values. Dropout is 0, and the device is the CPU."""
     said = dict(known)
+    settings = {k: v for k, v in settings.items() if not may_be_optimizers(str(k), settings)}
     for field, keys in SETTINGS.items():
-        if field not in leave_out and (value := setting(settings, field)[0]) is not None:
+        value, own = setting(settings, field)
+        named = field not in (*leave_out, *OF_TRAINING) and own.lower() not in ANY_EPS
+        if named and value is not None:
             said |= {key: value for key in keys if key not in said}
     scalars = {key: value for key, value in settings.items() if not isinstance(value, list)}
     said |= {str(key).lower(): value for key, value in scalars.items()}

@@ -39,12 +39,14 @@ from logitd.model.convert.by_role.layers import module_name
 from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.by_role.stated import (
+    ANY_EPS,
     Settings,
     as_number,
     is_count,
     is_number,
     is_off,
     is_on,
+    may_be_optimizers,
     of_type,
     read_count,
     read_eps,
@@ -72,8 +74,6 @@ WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
 expresses it."""
 NOT_SAID = "names and shapes do not show it"
 OF_SETTINGS = " of its settings"
-ANY_EPS = ("eps", "epsilon")
-"""Names of settings that may state the eps of a norm or of an optimizer."""
 
 
 def find(
@@ -292,8 +292,7 @@ class _File:
             usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
         found = self.said_or("norm_eps", read_eps, usual)
         key = setting(self.settings, "norm_eps")[1]
-        optimizer = any(words.matches(words.OPTIMIZER_SETTING, name) for name in self.settings)
-        if key.lower() in ANY_EPS and optimizer and not found.ambiguous:
+        if may_be_optimizers(key, self.settings) and not found.ambiguous:
             origin = f"{found.origin} may be the optimizer's, whose settings are next to it"
             return Finding(tuple(dict.fromkeys((*found.values, *usual.values))), origin, True)
         return found
