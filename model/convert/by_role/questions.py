@@ -260,9 +260,12 @@ class _File:
 
     def norm(self) -> Finding:
         found = self._norm_by_name()
-        if found.ambiguous or not self._norms_are_around_zero():
+        if not self._norms_are_around_zero():
             return found
-        origin = "norms have weights around 0: the source may multiply by 1 + weight instead"
+        origin = (
+            f"{found.origin}; their weights are around 0, so the source may multiply by "
+            "1 + weight, which cannot be imported"
+        )
         return Finding(found.values, origin, True)
 
     def _norms_are_around_zero(self) -> bool:

@@ -392,16 +392,15 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
         if role != "head" and tensors[mapped.of(role, "weight")[0]].dim() == 2
     }
     attention = {shown[r] for r in QKV if r in shown}
-    as_in_torch = attention == {False} or (
-        not attention and mapped.name("mlp_up").endswith("weight")
-    )
+    unclear: set[Role] = set()
     if (
         not mapped.has_gate  # the odd one of three shapes is down
-        and (transposed.get("mlp_up") and transposed.get("mlp_down") and as_in_torch)
+        and (transposed.get("mlp_up") and transposed.get("mlp_down") and attention != {True})
         and not _names_up_or_down(mapped.name("mlp_up"), mapped.name("mlp_down"))
     ):  # fmt: skip
-        return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
-    unclear: set[Role] = set()
+        if attention:
+            return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
+        unclear |= {"mlp_up", "mlp_down"}
     for role in [r for r in SQUARE if mapped.has(r) and r not in transposed]:
         shape = tensors[mapped.of(role, "weight")[0]].shape
         in_module = mapped.name(role).endswith("weight") and len(shape) == 2
