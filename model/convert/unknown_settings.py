@@ -84,20 +84,23 @@ PER_LAYER = re.compile(
 )
 """Names of lists that say how layers differ."""
 _KIND = re.compile(
-    r"(((self|causal)_)?(attn|attention)|residual|block|rope|rotary)"
-    r"(_(type|kind|mode|class|variant))?|(rope|rotary)_scaling(_type)?"
+    r"(((self|causal)_)?(attn|attention)|residual|block|rope|rotary|norm|(mlp|ffn?|feed_forward)|"
+    r"qkv|gate)(_(type|kind|mode|class|variant|style|layout|order|format|layer))?|"
+    r"(rope|rotary|attn|attention|softmax|score|logits?|emb|embed|embedding|embeddings)_"
+    r"(scale|scaling)(_type)?|layout"
 )
-"""Names of texts that may name a kind of attention, of block or of rotary positions."""
+"""Names of texts that may say how attention, a block, a norm or the like is computed."""
 _USUAL = frozenset(
     re.findall(
         "[a-z]+",
         "causal masked full global dense softmax vanilla standard default normal self scaled dot "
         "product multi head multihead mha gqa mqa grouped query flash sdpa math eager torch "
-        "xformers attn attention v none sequential block decoder transformer gpt layer rope rotary",
+        "xformers attn attention v none sequential block decoder transformer gpt layer rope rotary "
+        "norm pre post ln rms layernorm rmsnorm nn mlp ffn gated swiglu silu swish qkv no false "
+        "gate first",
     )
 )
-"""Words for the attention, the blocks and the rotary positions of a GPT, and for code that computes
-attention."""
+"""Words for what a GPT of this project computes, and for code that computes attention."""
 _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
@@ -178,6 +181,7 @@ def question(settings: Mapping[str, Any]) -> str:
     flags = " ".join(f"--ignore-setting {name}" for name in list(settings)[:12])
     return (
         f"these settings are not understood, and a text cannot show their effect: {shown}. Give "
-        "--code FILE.py:NAME (the owner's class) to compare logits; or, if they change no logits: "
+        "--code FILE.py:NAME (the owner's class) to compare logits; or, if they change no logits "
+        "or only say what other flags say: "
         f"{flags}"
     )

@@ -16,9 +16,9 @@ import torch
 from logitd.model.convert.by_role.finding import Finding, Findings
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.questions import ANY_EPS, OF_SETTINGS
+from logitd.model.convert.by_role.questions import OF_SETTINGS
 from logitd.model.convert.by_role.resolution import OpenQuestions, question
-from logitd.model.convert.by_role.stated import read_eps, setting
+from logitd.model.convert.by_role.stated import ANY_EPS, read_eps, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.unknown_settings import unshown
@@ -31,6 +31,8 @@ that length instead."""
 LONGEST, LONGEST_LOGITS = 2048, 2**26
 """Maximum length of a third sequence, whose last logits show what the first ids do not, such as a
 sliding window; and the maximum number of all its logits."""
+OF_TRAINING = ("step", "val_loss")
+"""Fields that describe the training."""
 CAUSAL_TOLERANCE = 1e-3
 """If a different last id changes the logits of earlier positions by at most this, the change is
 attributed to rounding."""
@@ -157,14 +159,17 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The source's settings, with their keys in lower case. Each setting is added under all other
-    usual names of its field, unless the field is in `leave_out`: the tensors' shapes determine
-    those fields. Values in `known` override the added values, but not the source's own values.
-    Dropout is 0, and the device is the CPU. An eps that may be the optimizer's is left out."""
+    """The source's settings, with their keys in lower case, except an eps that may be the
+    optimizer's. Each setting is added under all other usual names of its field, unless the field is
+    in `leave_out`, because the tensors' shapes determine it, or describes the training. Values in
+    `known` override the added values, but not the source's own values. Dropout is 0, and the device
+    is the CPU."""
     said = dict(known)
     settings = {key: value for key, value in settings.items() if str(key).lower() not in ANY_EPS}
     for field, keys in SETTINGS.items():
-        if field not in leave_out and (value := setting(settings, field)[0]) is not None:
+        if field in (*leave_out, *OF_TRAINING):
+            continue
+        if (value := setting(settings, field)[0]) is not None:
             said |= {key: value for key in keys if key not in said}
     scalars = {key: value for key, value in settings.items() if not isinstance(value, list)}
     said |= {str(key).lower(): value for key, value in scalars.items()}

@@ -39,12 +39,14 @@ from logitd.model.convert.by_role.layers import module_name
 from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.by_role.stated import (
+    ANY_EPS,
     Settings,
     as_number,
     is_count,
     is_number,
     is_off,
     is_on,
+    may_be_optimizers,
     of_type,
     read_count,
     read_eps,
@@ -53,8 +55,9 @@ from logitd.model.convert.by_role.stated import (
     settings_of,
     states_rms,
 )
-from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.by_role.tensor_map import MappedTensors, Role
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.plural import pluralize
 
 _ALIBI = re.compile(r"(use_|with_)?alibi(_.*)?")
 MAX_HEADS = 64
@@ -62,13 +65,14 @@ CONTEXT_IF_UNKNOWN = 1024
 """Context length that is assumed if nothing in the file shows it. The number does not change the
 computation, but the model's output is poor at positions beyond those that it was trained on."""
 
+NOT_POSITIVE = 0.25
+"""If more than this part of the norms' weights is not positive, they may be added to 1."""
+
 WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
 """Describes a computation in which every head has its own rotary frequencies. No GPTConfig
 expresses it."""
 NOT_SAID = "names and shapes do not show it"
 OF_SETTINGS = " of its settings"
-ANY_EPS = ("eps", "epsilon")
-"""Names of settings that may state the eps of a norm or of an optimizer."""
 
 
 def find(
@@ -245,6 +249,21 @@ class _File:
         )
 
     def norm(self) -> Finding:
+        found = self._norm_by_name()
+        if not self._norms_are_around_zero():
+            return found
+        origin = (
+            f"{found.origin}; their weights are around 0, so the source may multiply by "
+            "1 + weight, which cannot be imported"
+        )
+        return Finding(found.values, origin, True)
+
+    def _norms_are_around_zero(self) -> bool:
+        roles: tuple[Role, ...] = ("attention_norm", "mlp_norm", "final_norm")
+        tensors = [tensor for role in roles if (tensor := self.tensors.get(role)) is not None]
+        return bool(tensors) and float((torch.cat(tensors) <= 0).float().mean()) > NOT_POSITIVE
+
+    def _norm_by_name(self) -> Finding:
         mapped = self.tensors.map
         if not mapped.has_norms:
             return Finding(
@@ -266,8 +285,7 @@ class _File:
             usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
         found = self.said_or("norm_eps", read_eps, usual)
         key = setting(self.settings, "norm_eps")[1]
-        optimizer = any(words.matches(words.OPTIMIZER_SETTING, name) for name in self.settings)
-        if key.lower() in ANY_EPS and optimizer and not found.ambiguous:
+        if may_be_optimizers(key, self.settings) and not found.ambiguous:
             origin = f"{found.origin} may be the optimizer's, whose settings are next to it"
             return Finding(tuple(dict.fromkeys((*found.values, *usual.values))), origin, True)
         return found
@@ -318,10 +336,11 @@ class _File:
             if not words.names_positions(name):
                 origin = f"only its shape says that {name} is added"
                 return Finding(("learned", *options), origin, True)
-            if self._positions_may_begin_at_row_2():
+            if rows := self._rows_before_positions():
                 origin = (
-                    f"{name} seems to have 2 rows more than the context, as OPT's does: if the "
-                    "source adds row 2 at position 0, remove the first 2 rows"
+                    f"{name} seems to have {pluralize(rows, 'row')} more than the context, as in "
+                    f"OPT or RoBERTa: if the source adds row {rows} at position 0, remove the rows "
+                    "before it"
                 )
                 return Finding(("learned",), origin, True)
             return Finding(("learned",), f"{name} is added")
@@ -339,12 +358,19 @@ class _File:
             return Finding(("rotary",), rotary)
         return Finding(options, "there is no table of positions", True)
 
-    def _positions_may_begin_at_row_2(self) -> bool:
-        """True if the table of positions has two rows more than the stated context or, if none is
-        stated, than a power of two. The first two rows of OPT's table belong to no position."""
-        said, rows = self.said("context_length", read_count), self.tensors.shape("positions")[0]
-        length = rows - 2
-        return length == said.values[0] if said else length >= 64 and length.bit_count() == 1
+    def _rows_before_positions(self) -> int:
+        """Number of rows at the beginning of the table of positions that may belong to no position:
+        1 or 2 if the table has so many more than the settings' context or, if none is stated, 2 if
+        it has two more than a power of two; otherwise 0."""
+        rows, named = (
+            self.tensors.shape("positions")[0],
+            settings_of("context_length", self.settings),
+        )
+        stated = {length for _, length in named if is_count(length)}
+        if stated:
+            more = rows - min(stated, key=lambda length: abs(rows - length))
+            return more if more in (1, 2) else 0
+        return 2 if rows > 64 and (rows - 2).bit_count() == 1 else 0
 
     def _stated_positions(self) -> str:
         """The setting that says that positions are not rotary; "" if there is none."""
@@ -410,14 +436,20 @@ class _File:
             return Finding(
                 ("swiglu",), f"there is a gate, but {name} of its settings is False", True
             )
-        if has_gate and (said is not None or on):
-            return Finding(("swiglu",), said.origin if said else f"{name}{OF_SETTINGS}")
         if has_gate:
-            origin = "assumed: there is a gate, and silu is the only activation of one known here"
-            return Finding(("swiglu",), origin)
+            origin = "the feed-forward has a gate; silu is the only activation of one known here"
+            return Finding(("swiglu",), origin, said is None and not self._names_silu())
         if said is None:
             return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
         return Finding((words.ACTIVATIONS[said.values[0].lower()],), said.origin)
+
+    def _names_silu(self) -> bool:
+        """True if a tensor's name, a setting that is on or a setting's text names the activation of
+        a gate."""
+        texts = [self.tensors.map.name("mlp_down")]
+        for name, value in self.settings.items():
+            texts += [value] if isinstance(value, str) else [name] if is_on(value) else []
+        return any(word in text.lower() for word in words.GATED for text in texts)
 
     def score_scale(self) -> Finding:
         if self.tensors.map.name("qkv").endswith("in_proj_weight"):

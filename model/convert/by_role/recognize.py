@@ -152,10 +152,9 @@ def _outer_roles(
     names["token_embedding", "weight"] = embedding.weight
     head = _choose_head(tables, embedding)
     if not positions:  # use a table whose name does not show its role
-        others = [m for m in tables if m is not head and m.shape != embedding.shape]
-        positions = [m for m in others if m.shape[-1] == width]
-    if positions:
-        names["positions", "weight"] = positions[0].weight
+        positions = [m for m in tables if m is not head and m.shape != embedding.shape]
+    if added := [m for m in positions if m.table[-1] == width]:
+        names["positions", "weight"] = added[0].weight
     if head is not None:
         _give(names, "head", head)
     if (norm := _choose_final_norm(modules, width)) is not None:
@@ -294,7 +293,8 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
             return
     if len(matrices) == 3:
         gate, up, down = _gate_up_down(matrices)
-        if gate.shape == up.shape == down.shape[::-1]:
+        known = down.shape[0] != down.shape[-1] or down.named(words.GATED_DOWN)
+        if known and gate.shape == up.shape == down.shape[::-1]:
             _give(names, "mlp_gate", gate)
             _give(names, "mlp_up", up)
             _give(names, "mlp_down", down)
@@ -346,13 +346,14 @@ def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
 
 
 def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:
-    """Assign the norms of attention and feed-forward. A single norm gets both roles. These norms
-    get no role, so `tensor_map.check` reports them: more than two, two whose names do not show
-    which is first, and one whose name says that only one sublayer has it."""
+    """Assign the norms of attention and feed-forward. A single norm gets both roles, unless its
+    name says that it belongs to one sublayer. Such a norm gets no role, and neither do more than
+    two norms, or two whose names do not show which is first, so `tensor_map.check` reports
+    them."""
     if len(norms) not in (1, 2):
         return
     first, second = norms[0], norms[-1]
-    if first is second and (_is_second(first) or first.within(words.ATTENTION)):
+    if first is second and (_is_in(first, home) or _is_second(first)):
         return
     if first is not second and not any(_has_place(m) or _is_in(m, home) for m in norms):
         return
@@ -385,20 +386,27 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
     them belongs to a module (`q.weight`) or the others differ. Square weights of modules are (out,
     in) if there are no others, as in torch. All other square matrices are unclear."""
     transposed = _transposed_by_shape(mapped, tensors, width)
-    attention = {transposed[r] for r in QKV if r in transposed}
+    shown = {
+        role: flag
+        for role, flag in transposed.items()
+        if role != "head" and tensors[mapped.of(role, "weight")[0]].dim() == 2
+    }
+    attention = {shown[r] for r in QKV if r in shown}
+    unclear: set[Role] = set()
     if (
-        (transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False})
+        not mapped.has_gate  # the odd one of three shapes is down
+        and (transposed.get("mlp_up") and transposed.get("mlp_down") and attention != {True})
         and not _names_up_or_down(mapped.name("mlp_up"), mapped.name("mlp_down"))
     ):  # fmt: skip
-        return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
-    unclear: set[Role] = set()
-    shown = {role: flag for role, flag in transposed.items() if role != "head"}
+        if attention:
+            return _oriented(_with_up_and_down_swapped(mapped), tensors, width)
+        unclear |= {"mlp_up", "mlp_down"}
     for role in [r for r in SQUARE if mapped.has(r) and r not in transposed]:
-        in_module = mapped.name(role).endswith("weight")
+        shape = tensors[mapped.of(role, "weight")[0]].shape
+        in_module = mapped.name(role).endswith("weight") and len(shape) == 2
         alike = {
             flag for r, flag in shown.items() if mapped.name(r).endswith("weight") is in_module
         }
-        shape = tensors[mapped.of(role, "weight")[0]].shape
         square = shape[-2:] == (width, width) and (len(shape) == 2 or role in QKV)
         if alike == {True}:
             transposed[role] = True

@@ -13,6 +13,8 @@ from logitd.model.convert.by_role import names as words
 
 Settings = Mapping[str, Any]
 
+ANY_EPS = ("eps", "epsilon")
+"""Names of settings that may state the eps of a norm or of an optimizer."""
 OFF, ON = ("none", "null", "false", "off", "no", "disabled", ""), ("true", "on", "yes")
 _QK = re.compile(r"(^|_)(qk|kq|q|k|query|key)(_|$|norm|rms)")
 
@@ -28,6 +30,13 @@ def settings_of(field: str, settings: Settings) -> list[tuple[str, Any]]:
     lowered = {str(key).lower(): (str(key), value) for key, value in settings.items()}
     keys = words.SETTINGS.get(field, ())
     return [lowered[key] for key in keys if key in lowered and lowered[key][1] is not None]
+
+
+def may_be_optimizers(key: str, settings: Settings) -> bool:
+    """True if a setting of this name may be the eps of an optimizer whose other settings are next
+    to it."""
+    optimizer = any(words.matches(words.OPTIMIZER_SETTING, name) for name in settings)
+    return optimizer and key.lower() in ANY_EPS
 
 
 def states_rms(settings: Settings) -> bool:

@@ -164,6 +164,7 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
             "--map, or serve the owner's class with --code FILE:NAME --run-code"
         )
     _check_layers_agree(where, tensors, mapped)
+    _check_axes(where, tensors, mapped)
     if mapped.unclear:
         roles = sorted(mapped.unclear)
         raise ConvertError(
@@ -174,6 +175,24 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     for name in names:
         check_tensor(where, name, tensors[name])
     return common_dtype({tensors[name].dtype for name in names})
+
+
+def _check_axes(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> None:
+    """Raise ConvertError if a tensor with three axes is not a query, key or value of all heads:
+    (H, D, C) or (H, C, D). In (C, H, D), the first axis has the width of the stream, too."""
+    width = tensors[mapped.of("token_embedding", "weight")[0]].shape[-1]
+    for role in QKV:
+        if not mapped.has(role):
+            continue
+        name = mapped.of(role, "weight")[0]
+        shape = tensors[name].shape
+        if len(shape) == 3 and (role == "qkv" or shape[0] == width or width not in shape):
+            raise ConvertError(
+                f"{where}: {name} has shape {list(shape)}, but only a query, key or value can have "
+                f"three axes: (heads, channels, {width}) or (heads, {width}, channels). Save it as "
+                f"a matrix (rows, {width}), or serve the owner's class with --code FILE:NAME "
+                "--run-code"
+            )
 
 
 def _check_layers_agree(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> None:

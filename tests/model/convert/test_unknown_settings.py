@@ -36,6 +36,8 @@ ANSWERS: dict[str, Any] = {
         ("partial_rotary_factor", 0.5), ("use_sliding_window", True), ("rotary_pct", True),
         ("glu", True), ("pos_emb", False), ("layer_norm", False), ("embed_scale", True),
         ("rope_dim", 32), ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
+        ("qkv_order", "kqv"), ("qkv_layout", "interleaved"), ("norm_type", "rmsnorm_1p"),
+        ("embed_scale", "sqrt"), ("mlp_type", "geglu"), ("layout", "parallel"),
     ],
 )  # fmt: skip
 def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:
@@ -59,6 +61,7 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("use_mqa", False),
         ("norm_bias", False), ("use_layer_norm", True), ("deterministic", True), ("pos_emb", True),
         ("pretraining_tp", 1), ("partial_rotary_factor", 1.0), ("use_sliding_window", False),
+        ("norm_type", "pre"), ("norm", "nn.LayerNorm"), ("ffn", "swiglu"), ("qkv_order", "qkv"),
     ],
 )  # fmt: skip
 def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> None:

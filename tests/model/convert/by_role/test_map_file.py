@@ -90,6 +90,7 @@ head.weight = "o"
 
 [computation]
 n_head = 2
+norm = "layernorm"
 norm_position = "pre"
 final_norm = false
 activation = "relu"

@@ -101,9 +101,10 @@ def test_square_head_and_single_wide_head_are_a_question() -> None:
     """A bare `W_U` may be (width, vocabulary); one head as wide as the stream may be (in, out)."""
     usual = {"ln1.weight": (WIDTH,), "ln2.weight": (WIDTH,)}
     layer = usual | feed_forward(".weight", transposed=False)
-    single = {f"attn.{name}": (1, WIDTH, WIDTH) for name in ("W_Q", "W_K", "W_V", "W_O")}
-    mapped = recognize("model.pt", model_of(layer | single))
-    assert mapped.unclear == {"query", "key", "value"}
+    for end in ("", ".weight"):
+        single = {f"attn.{name}{end}": (1, WIDTH, WIDTH) for name in ("W_Q", "W_K", "W_V", "W_O")}
+        mapped = recognize("model.pt", model_of(layer | single))
+        assert mapped.unclear == {"query", "key", "value"}
     tensors = model_of(layer | attention(".weight"))
     tensors["wte.weight"], tensors["W_U"] = torch.rand(2, WIDTH, WIDTH)
     assert recognize("model.pt", tensors).unclear == {"head"}
@@ -138,4 +139,65 @@ def test_norms_without_a_place_are_refused() -> None:
     layer = attention(".weight") | feed_forward(".weight", transposed=False)
     tensors = model_of(layer | {"norm_x.weight": (WIDTH,), "norm_y.weight": (WIDTH,)})
     with pytest.raises(ConvertError, match=r"without a known role in a GPT: h\.0\.norm_x"):
+        check("model.pt", tensors, recognize("model.pt", tensors))
+
+
+def test_up_and_down_without_words_next_to_squares_are_a_question() -> None:
+    """The first one was up, stored (in, out), and so were the square matrices of attention."""
+    down_first = {"mlp.x.weight": (WIDTH, HIDDEN), "mlp.y.weight": (HIDDEN, WIDTH)}
+    mapped = recognize("model.pt", model_of(attention(".weight") | down_first | NORMS))
+    assert mapped.unclear == {"mlp_up", "mlp_down"}
+
+
+def test_tensors_of_heads_do_not_show_how_matrices_are_stored() -> None:
+    """Query, key and value (heads, width, channels) made the output matrix (in, out)."""
+    heads = {f"attn.{name}.weight": (4, WIDTH, WIDTH // 4) for name in ("q", "k", "v")}
+    layer = heads | {"attn.out.weight": (WIDTH, WIDTH)} | NORMS
+    mapped = recognize("model.pt", model_of(layer | feed_forward("", transposed=False)))
+    assert mapped.transposed == {"query", "key", "value"}
+
+
+@pytest.mark.parametrize("shape", [(WIDTH, 4, WIDTH // 4), (WIDTH, 1, WIDTH)])
+def test_three_axes_that_begin_with_the_width_are_refused(shape: tuple[int, ...]) -> None:
+    """Their first axis was the number of heads: the import failed, or computed something else."""
+    heads = {f"attn.{name}.weight": shape for name in ("q", "k", "v")}
+    layer = heads | {"attn.out.weight": (WIDTH, WIDTH)} | NORMS
+    tensors = model_of(layer | feed_forward(".weight", transposed=False))
+    with pytest.raises(ConvertError, match=r"q\.weight has shape \[32, .* matrix \(rows, 32\)"):
+        check("model.pt", tensors, recognize("model.pt", tensors))
+
+
+def test_fused_tensor_with_three_axes_is_refused() -> None:
+    """Its first axis was the number of heads."""
+    layer = {"attn.qkv.weight": (3, WIDTH, WIDTH), "attn.proj.weight": (WIDTH, WIDTH)} | NORMS
+    tensors = model_of(layer | feed_forward(".weight", transposed=False))
+    with pytest.raises(ConvertError, match=r"qkv\.weight has shape \[3, 32, 32\]"):
+        check("model.pt", tensors, recognize("model.pt", tensors))
+
+
+def test_gated_feed_forward_is_known_by_its_odd_shape_or_names() -> None:
+    """Up and down were exchanged; in a square one, the third matrix was up."""
+    shapes = {"wg": (WIDTH, HIDDEN), "wu": (WIDTH, HIDDEN), "wd": (HIDDEN, WIDTH)}
+    gated = {f"mlp.{name}.weight": shape for name, shape in shapes.items()}
+    qkv = {"attn.qkv.weight": (3 * WIDTH, WIDTH), "attn.proj.weight": (WIDTH, WIDTH)} | NORMS
+    assert recognize("model.pt", model_of(qkv | gated)).name("mlp_down").endswith("wd.weight")
+    square = {f"mlp.{name}.weight": (WIDTH, WIDTH) for name in ("w1", "w2", "w3")}
+    with pytest.raises(ConvertError, match=r"found h\.\{N\}\.mlp\.w1.* Name the matrices"):
+        recognize("model.pt", model_of(qkv | square))
+
+
+@pytest.mark.parametrize("norm", ["ln_mlp", "attn.norm", "norm2"])
+def test_norm_of_one_sublayer_does_not_serve_both(norm: str) -> None:
+    """Attention had a norm that the source does not have."""
+    layer = attention(".weight") | feed_forward(".weight", transposed=False)
+    tensors = model_of(layer | {f"{norm}.weight": (WIDTH,)})
+    with pytest.raises(ConvertError, match=rf"without a known role in a GPT: h\.0\.{norm}"):
+        check("model.pt", tensors, recognize("model.pt", tensors))
+
+
+def test_table_of_another_width_is_no_table_of_positions() -> None:
+    """One bias per distance and head has the name of positions. It ended the import."""
+    layer = attention(".weight") | feed_forward(".weight", transposed=False) | NORMS
+    tensors = model_of(layer) | {"pos_bias.weight": torch.ones(WIDTH, 4)}
+    with pytest.raises(ConvertError, match=r"without a known role in a GPT: pos_bias\.weight"):
         check("model.pt", tensors, recognize("model.pt", tensors))

@@ -55,6 +55,15 @@ def test_expression_may_hold_colons(tmp_path: Path) -> None:
     assert str(code) == "gpt.py:GPT({'n_head': 4})"
 
 
+@pytest.mark.parametrize("eps", [{"eps": 1e-8, "lr": 1e-3}, {"epsilon": 1e-8}])
+def test_eps_of_an_optimizer_is_no_eps_of_the_code(eps: dict[str, float]) -> None:
+    """It replaced the default of `norm_eps` in the owner's class. A step replaced `n_steps`."""
+    said = said_in(eps | {"step": 900, "n_head": 4, "ln_eps": None}, {})
+    assert not {"norm_eps", "rms_norm_eps", "n_steps", "eps"} & said.keys()
+    assert said["heads"] == 4
+    assert said_in({"rms_norm_eps": 1e-6}, {})["norm_eps"] == 1e-6
+
+
 def test_settings_choose_neither_device_nor_dropout() -> None:
     """The owner's code once ran on the GPU that the settings of a nanoGPT checkpoint name."""
     said = said_in({"device": "cuda", "dropout": 0.1, "n_layer": 2}, {})

@@ -208,3 +208,31 @@ def test_only_the_last_part_of_a_name_says_which_is_the_gate() -> None:
     named = state(SCHEMES["llama2.c"].model())
     tensors = {f"navigate.{name}": tensor for name, tensor in named.items()}
     assert len(of_tensors(tensors)["gate_order"].values) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [({}, True), ({"mlp_type": "geglu"}, True), ({"mlp_type": "SwiGLU"}, False),
+     ({"use_swiglu": True}, False), ({"hidden_act": "silu"}, False)],
+)  # fmt: skip
+def test_activation_of_a_gate_is_asked(settings: dict[str, Any], asked: bool) -> None:
+    """Every gate was assumed to be silu."""
+    found = finding("llama", "activation", **settings)
+    assert (found.values, found.ambiguous) == (("swiglu",), asked)
+
+
+def test_norms_with_weights_around_zero_are_a_question() -> None:
+    """The source multiplied by 1 + weight."""
+    tensors = state(SCHEMES["nanoGPT"].model())
+    shifted = {
+        name: t - 1 if "ln" in name and "weight" in name else t for name, t in tensors.items()
+    }
+    assert not of_tensors(tensors)["norm"].ambiguous
+    assert of_tensors(shifted)["norm"].ambiguous
+
+
+@pytest.mark.parametrize(("more", "asked"), [(2, True), (1, True), (0, False), (3, False)])
+def test_table_with_more_rows_than_the_stated_context_is_a_question(more: int, asked: bool) -> None:
+    """OPT's positions begin at the third row; they were read from the first."""
+    rows = mapped(SCHEMES["nanoGPT"].model()).shape("positions")[0]
+    assert finding("nanoGPT", "positions", block_size=rows - more).ambiguous is asked
