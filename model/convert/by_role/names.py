@@ -219,6 +219,8 @@ ROTARY_SETTING = re.compile(
 SWIGLU_SETTING = re.compile(r"(use_|is_|with_)?swiglu")
 """Names of flags that say whether positions are rotary, and whether the gate's activation is the
 SiLU."""
+OTHER_GATE = re.compile(r"(?<![a-z])(ge|re|bi)_?glu(?![a-z])")
+"""Names of gates whose activation is not the SiLU."""
 OPTIMIZER_SETTING = re.compile(r"(adam_?)?(betas?|beta_?[12])|lr|learning_rate|weight_decay")
 
 _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")

@@ -431,6 +431,13 @@ class _File:
                 f"is not supported in a feed-forward with{'' if has_gate else 'out'} a gate; the "
                 f"supported activations are {', '.join(sorted(known))}"
             )
+        gate = self.tensors.map.name("mlp_gate") or self.tensors.map.name("mlp_gate_up")
+        if other := words.OTHER_GATE.search(gate.lower()):
+            raise ConvertError(
+                f"{self.tensors.where}: the name {gate} says {other[0]}, but silu is the only "
+                "activation of a gate that can be imported. Serve the owner's class with --code "
+                "FILE:NAME --run-code"
+            )
         on, name = self.flag(words.SWIGLU_SETTING)
         if has_gate and on is False:
             return Finding(

@@ -7,6 +7,7 @@ these values. The attempt that fits the weights can be repeated later.
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import types
@@ -78,20 +79,24 @@ EXPRESSION = (
 
 
 class Values(dict[str, Any]):
-    """A dictionary whose keys are also attributes. Each key that is looked up is added to
-    `asked`."""
+    """The values of an attempt as a dictionary whose keys are also attributes. The attempt notes
+    each key that is looked up, and each default that is used."""
 
-    def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
-        super().__init__(values)
-        self.__dict__["asked"] = asked
+    def __init__(self, attempt: "Attempt") -> None:
+        super().__init__({**attempt.values, **attempt.over})
+        self.__dict__["attempt"] = attempt
 
     def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
+        self.attempt.asked.add(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
-        return super().get(name, default)
+        self.attempt.asked.add(name)
+        doubtful = name in self.attempt.doubtful and name not in self.attempt.over
+        if name in self and (default is None or not doubtful):
+            return super().get(name)
+        self.attempt.keep(name, default)
+        return default
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -110,6 +115,8 @@ class Attempt:
     names   values of variables whose assignment fails; names have their exact case
     kept    the code's own values of parameters and variables that nothing has replaced, if they are
             numbers, flags or strings
+    doubtful
+            names in `values` that replace no default
     """
 
     top: Mapping[str, Any]
@@ -118,6 +125,7 @@ class Attempt:
     asked: set[str]
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+    doubtful: frozenset[str] = frozenset()
 
     def keep(self, name: str, value: Any) -> None:
         if isinstance(value, bool | int | float | str):
@@ -144,16 +152,17 @@ def attempts(request: Request) -> Iterator[Attempt]:
     `chosen`, yield only that attempt."""
     said, shape = request.said, request.shape
     asked, none = set[str](), dict[str, Any]()
+    made = functools.partial(Attempt, asked=asked, doubtful=frozenset(request.doubtful))
     if request.chosen is not None:
-        yield Attempt(**request.chosen, asked=asked)
+        yield made(**request.chosen)
         return
     for top, shown in ((said, none), (said, shape), ({**said, **shape}, shape)):
-        yield Attempt(top, {**shown, **said}, request.values, asked)
+        yield made(top, {**shown, **said}, request.values)
     names = sorted((asked & request.flags.keys()) - said.keys())
     for values in itertools.product((True, False), repeat=len(names)):
         chosen = dict(zip(names, values, strict=True))
         for top in (said, {**said, **shape}) if names else ():
-            yield Attempt(top, {**shape, **chosen, **said}, {**request.values, **chosen}, asked)
+            yield made(top, {**shape, **chosen, **said}, {**request.values, **chosen})
 
 
 def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
@@ -280,7 +289,7 @@ def config_object(named: type | None, module: types.ModuleType, attempt: Attempt
         if isinstance(value, type) and is_config_name(name) and not issubclass(value, nn.Module)
     ]  # fmt: skip
     if len(classes) != 1:
-        return Values({**attempt.values, **attempt.over}, attempt.asked)
+        return Values(attempt)
     config = classes[0](**config_arguments(classes[0], attempt))
     if not dataclasses.is_dataclass(config):
         attempt.asked.update(name for name in attempt.values if hasattr(config, name))

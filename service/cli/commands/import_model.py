@@ -13,6 +13,7 @@ from logitd.model.convert.by_code import CodeOptions, code_sha256, import_by_cod
 from logitd.model.convert.by_role.map_file import read_map_file
 from logitd.model.convert.by_role.owner_code import OwnerCode, parse_owner_code
 from logitd.model.convert.by_role.read import RoleOptions, draft_of
+from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
 from logitd.model.convert.state_file import SUFFIXES
@@ -33,7 +34,8 @@ def run(settings: ImportSettings) -> int:
     try:
         checkpoint = _imported(settings)
     except ConvertError as error:
-        if settings.code is None or settings.by_code or not settings.source.exists():
+        answered = isinstance(error, OpenQuestions)  # by flags, whatever computes the model
+        if answered or settings.code is None or settings.by_code or not settings.source.exists():
             raise
         again = command("import", settings.source, settings.destination, *_flags(settings))
         raise ConvertError(f"{error}\n\n{BY_CODE}\n\n  {again} --run-code") from error

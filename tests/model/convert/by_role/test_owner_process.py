@@ -117,6 +117,7 @@ EPS_OF_THE_CODE = {
     "another name": BY_NAMES.replace("n_layer=2", "n_layer=2, norm_eps=1e-6"),
     "dataclass": SMALL_DATACLASS.replace("int = 2", "int = 2\n    layer_norm_eps: float = 1e-6"),
     "attribute": SMALL_ATTRIBUTES.replace("n_heads = 12", "n_heads = 12\n    eps = 1e-6"),
+    "dictionary": DICTIONARY.replace("super()", "cfg.get('eps', 1e-6)\n        super()"),
     "variable": SCRIPT.replace("n_layer = 2", "n_layer = 2\neps = 1e-6").replace(
         "super()", "self.eps = eps\n        super()"
     ),
@@ -155,6 +156,8 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
             assumed_defaults(code, kept_by(code, book, {})),
         )
         assert assumed_defaults(code, kept_by(code, book, {}, n_head=4)) == ""
+    code = write(DICTIONARY.replace('["n_heads"]', '.get("n_heads", 4)'))
+    assert "of gpt.py:GPT: n_heads=4." in assumed_defaults(code, kept_by(code, book, {}))
     script = write(SCRIPT)
     assert assumed_defaults(script, kept_by(script, book, {})) == ""
 

@@ -176,6 +176,13 @@ def test_scale_of_a_sublayer_is_no_norm() -> None:
         )
 
 
+def test_gate_of_another_activation_is_refused_by_its_name() -> None:
+    named = state(SCHEMES["llama2.c"].model())
+    tensors = {name.replace("feed_forward", "geglu_mlp"): value for name, value in named.items()}
+    with pytest.raises(ConvertError, match=r"layers\.\{N\}\.geglu_mlp\.w1\S* says geglu"):
+        of_tensors({n: t for n, t in tensors.items() if "freqs" not in n})
+
+
 @pytest.mark.parametrize("name", ["ffn_norm", "ln_2", "attn.norm"])
 def test_norm_of_one_sublayer_is_not_the_norm_of_both(name: str) -> None:
     """The import gave it to both and asked only about the residual."""

@@ -121,6 +121,18 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
         resolved_by_logits(scheme, model)
 
 
+def test_eps_of_the_code_overrules_the_settings() -> None:
+    """The code may contain another eps than the settings, which it does not read."""
+    scheme = SCHEMES["heads with biases"]
+    model = scheme.model()
+    tensors = mapped(model)
+    resolution = resolve(
+        tensors, findings(tensors, {"norm_eps": 1e-2}), logits_objective(scheme, model)
+    )
+    assert resolution.computation == canonical(scheme.computation)
+    assert resolution.origins["norm_eps"] == "agrees with its class"
+
+
 def test_difference_at_late_positions_is_refused() -> None:
     """A sliding window of the owner's code showed in no logits of the first 24 positions, and the
     import computed full attention."""

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.owner_code.config import CodeConfig
+from logitd.service.cli.commands import import_model
 from logitd.service.cli.commands.import_model import for_serving
 from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.main import run
@@ -31,6 +33,20 @@ def test_non_gpt_is_refused_with_the_flag_for_its_code(
     with pytest.raises(NotServable) as refusal:
         for_serving(path, may_import=True, code=code)
     assert f"logitd serve {path} --code {code} --run-code" in str(refusal.value)
+
+
+def test_question_that_a_flag_answers_does_not_suggest_to_run_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asking(*arguments: Any, **options: Any) -> None:
+        raise OpenQuestions("--norm-eps 1e-06|1e-08", ["norm_eps"])
+
+    monkeypatch.setattr(import_model, "import_model", asking)
+    path, code = source("ResidualAttention", tmp_path)
+    assert run(["import", str(path), "out", "--code", code]) == 1
+    error = capsys.readouterr().err
+    assert "--norm-eps 1e-06|1e-08" in error
+    assert "--run-code" not in error
 
 
 @pytest.mark.parametrize(
