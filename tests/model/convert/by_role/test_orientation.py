@@ -179,11 +179,14 @@ def test_gated_feed_forward_is_known_by_its_odd_shape_or_names() -> None:
     """Up and down were exchanged; in a square one, the third matrix was up."""
     shapes = {"wg": (WIDTH, HIDDEN), "wu": (WIDTH, HIDDEN), "wd": (HIDDEN, WIDTH)}
     gated = {f"mlp.{name}.weight": shape for name, shape in shapes.items()}
-    qkv = {"attn.qkv.weight": (3 * WIDTH, WIDTH), "attn.proj.weight": (WIDTH, WIDTH)} | NORMS
-    assert recognize("model.pt", model_of(qkv | gated)).name("mlp_down").endswith("wd.weight")
+    layer: dict[str, tuple[int, ...]] = {
+        **{"attn.qkv.weight": (3 * WIDTH, WIDTH), "attn.proj.weight": (WIDTH, WIDTH)},
+        **NORMS,
+    }
+    assert recognize("model.pt", model_of(layer | gated)).name("mlp_down").endswith("wd.weight")
     square = {f"mlp.{name}.weight": (WIDTH, WIDTH) for name in ("w1", "w2", "w3")}
     with pytest.raises(ConvertError, match=r"found h\.\{N\}\.mlp\.w1.* Name the matrices"):
-        recognize("model.pt", model_of(qkv | square))
+        recognize("model.pt", model_of(layer | square))
 
 
 @pytest.mark.parametrize("norm", ["ln_mlp", "attn.norm", "norm2"])

@@ -183,18 +183,6 @@ def test_gate_of_another_activation_is_refused_by_its_name() -> None:
         of_tensors({n: t for n, t in tensors.items() if "freqs" not in n})
 
 
-@pytest.mark.parametrize("name", ["ffn_norm", "ln_2", "attn.norm"])
-def test_norm_of_one_sublayer_is_not_the_norm_of_both(name: str) -> None:
-    """The import gave it to both and asked only about the residual."""
-    tensors = {
-        each.replace(".ln.", f".{name}."): value
-        for each, value in state(SCHEMES["one norm for both"].model()).items()
-    }
-    path = state_file(SCHEMES["book"].model()).path
-    with pytest.raises(ConvertError, match=rf"without a known role in a GPT: h\.0\.{name}\."):
-        recognize_file(StateFile(path, "m", tensors), RoleOptions())
-
-
 @pytest.mark.parametrize(("rows", "asked"), [(66, True), (64, False), (130, True), (100, False)])
 def test_table_with_two_more_rows_than_a_context_is_a_question(rows: int, asked: bool) -> None:
     """The first two rows of OPT's table belong to no position."""
