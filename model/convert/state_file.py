@@ -41,6 +41,8 @@ STATES = (
 )  # fmt: skip
 """Usual keys of the state dict in a checkpoint, the most likely first."""
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
+UNREAD_SETTINGS = re.compile(r"(config|model_config|args|hparams|params)\.ya?ml")
+"""Names of files that may hold settings, but are not read."""
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _OPTIMIZER = re.compile(r"opt|optim|optims|optimizers?|sched|schedulers?|adamw?|scaler")
 """Words in the names of sections that describe the optimizer, whose `eps` is not a norm's."""
@@ -99,7 +101,8 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         contents=contents,
         unknown=unknown_settings(
             beside | collect_settings(whole, of_model_alone=True), by_role=True
-        ),
+        )
+        | _unread_beside(path),
         loss=stated_loss(whole),
     )
 
@@ -289,6 +292,11 @@ def _is_table(values: Mapping[Any, Any]) -> bool:
         return True
     numbers = {value for value in values.values() if type(value) is int}
     return len(values) > 3 and len(numbers) == len(values) == max(numbers) - min(numbers) + 1
+
+
+def _unread_beside(path: Path) -> dict[str, Any]:
+    names = sorted(file.name for file in path.parent.iterdir() if file.is_file())
+    return {name: "not read" for name in names if UNREAD_SETTINGS.fullmatch(name)}
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:

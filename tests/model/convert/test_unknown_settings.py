@@ -129,6 +129,17 @@ def of_transformers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"softcap": 15.0}), encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "hparams.yml"])
+def test_settings_in_a_file_that_is_not_read_are_a_question(name: str, tmp_path: Path) -> None:
+    """A logit cap in a YAML file next to the weights was ignored without a word."""
+    save(tmp_path / "m.pt", small(len(STOI)), stoi=STOI)
+    (tmp_path / name).write_text("softcap: 15.0\n", encoding="utf-8")
+    roles = RoleOptions(answers=ANSWERS)
+    with pytest.raises(OpenQuestions, match=rf"{name} 'not read'.*--ignore-setting {name}"):
+        import_model(tmp_path / "m.pt", tmp_path / "ours", roles=roles)
+    import_model(tmp_path / "m.pt", tmp_path / "ours", roles=roles, ignored_settings=[name])
+
+
 @pytest.mark.parametrize("write", [of_roles, of_nanogpt, of_transformers])
 def test_unknown_setting_is_an_open_question(write: Any, tmp_path: Path) -> None:
     write(tmp_path / "source")
