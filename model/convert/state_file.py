@@ -41,7 +41,9 @@ STATES = (
 )  # fmt: skip
 """Usual keys of the state dict in a checkpoint, the most likely first."""
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
-UNREAD_SETTINGS = re.compile(r"(config|model_config|args|hparams|params)\.ya?ml")
+UNREAD_SETTINGS = tuple(
+    f"{Path(name).stem}.{suffix}" for name in SETTINGS_FILES for suffix in ("yaml", "yml")
+)
 """Names of files that may hold settings, but are not read."""
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _OPTIMIZER = re.compile(r"opt|optim|optims|optimizers?|sched|schedulers?|adamw?|scaler")
@@ -295,8 +297,7 @@ def _is_table(values: Mapping[Any, Any]) -> bool:
 
 
 def _unread_beside(path: Path) -> dict[str, Any]:
-    names = sorted(file.name for file in path.parent.iterdir() if file.is_file())
-    return {name: "not read" for name in names if UNREAD_SETTINGS.fullmatch(name)}
+    return {name: "not read" for name in UNREAD_SETTINGS if path.with_name(name).is_file()}
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
