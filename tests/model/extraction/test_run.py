@@ -422,7 +422,7 @@ def test_replaced_folder_is_left_to_its_new_process(extracting: Extract, tmp_pat
             out.mkdir()
             locks.append(FolderLock(out / LOCK))
 
-    with pytest.raises(ExtractionError, match="moved .* another process .*--out"):
+    with pytest.raises(ExtractionError, match=r"moved .* another process .*--out"):
         extracting(tell=replace_folder)
     assert [path.name for path in out.iterdir()] == [LOCK]
 

@@ -131,7 +131,7 @@ def test_replaced_run_is_left_to_its_new_process(configure: Configure, tmp_path:
             before.update(_files(run))
 
     before: dict[Path, bytes] = {}
-    with pytest.raises(TrainingError, match="another process made a new folder .*--resume"):
+    with pytest.raises(TrainingError, match=r"another process made a new folder .*--resume"):
         train(config, replace_folder)
     assert _files(run) == before
 
