@@ -211,6 +211,22 @@ def test_followed_checkpoint_is_served_once_its_copy_is_complete(
     logged_errors.clear()
 
 
+def test_followed_checkpoint_is_loaded_again_if_its_files_change(tmp_path: Path) -> None:
+    """Another run with a checkpoint of the same step may be copied over a followed run. The server
+    once kept the old weights."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    save_steps(run, 1)
+    save_steps(tmp_path, 2)
+    point(run, "best", 1)
+    with serving(run, follow="best", follow_interval=0.02) as following:
+        assert check_reply(ask(following)) == 1
+        (run / "step-1").rename(tmp_path / "old")
+        (tmp_path / "step-2").rename(run / "step-1")
+        eventually(lambda: check_reply(ask(following)) == 2)
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
