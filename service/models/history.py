@@ -123,7 +123,10 @@ class History(Generic[Model]):
         if model is None or model.engine.failure is not None:
             return None
         path, files = self._files[step]
-        if await asyncio.to_thread(files_of, path) != files or self._loaded.get(step) is not model:
+        if (
+            await asyncio.to_thread(_files_now, path) != files
+            or self._loaded.get(step) is not model
+        ):
             return None
         self._loaded.move_to_end(step)
         return model
@@ -139,7 +142,7 @@ class History(Generic[Model]):
                 if (old := self._loaded.pop(step, None)) is not None:
                     await old.engine.stop(0)
                 await self._make_room(caller)
-                files = await asyncio.to_thread(files_of, path)
+                files = await asyncio.to_thread(_files_now, path)
                 model = self._loaded[step] = await self._load(path)
                 self._files[step] = path, files
             return model
@@ -175,3 +178,10 @@ class History(Generic[Model]):
                 retry_after=1,
                 limit=Limit.STEPS,
             )
+
+
+def _files_now(path: Path) -> Files:
+    try:
+        return files_of(path)
+    except OSError:  # loading reports it
+        return ()
