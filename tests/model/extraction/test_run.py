@@ -402,6 +402,14 @@ def test_foreign_index_is_refused(extracting: Extract, tmp_path: Path, index: st
     assert (tmp_path / "out" / INDEX).read_text() == index
 
 
+def test_folder_in_the_data_is_refused(extracting: Extract, tmp_path: Path) -> None:
+    """The repeated command once read its own index and shards as data, so it could not continue."""
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(ExtractionError, match=r"out is in the data folder .* --out outside"):
+        extracting(data=(str(tmp_path),))
+    assert not (tmp_path / "out").exists()
+
+
 def test_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     lock = FolderLock(tmp_path / "out" / LOCK)
