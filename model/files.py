@@ -174,13 +174,16 @@ def require_new(destination: Path) -> None:
     """Raise FileError if something exists at `destination`, or if nothing can be written there.
     Long computations call this before they begin. No folder is left, not even a missing parent."""
     with written_to(destination):
-        exists = destination.exists()
+        exists = _is_taken(destination)
         if not exists:
-            parents = destination.absolute().parents
-            folder = next(parent for parent in parents if parent.exists())
+            folder = next(filter(_is_taken, destination.absolute().parents))
             folder_aside(folder / destination.name).rmdir()
     if exists:
         raise FileError(f"{destination} already exists: choose another path, or remove it")
+
+
+def _is_taken(path: Path) -> bool:
+    return path.exists() or path.is_symlink()  # a link to nothing is in the way too
 
 
 def require_space(destination: Path, size: int) -> None:

@@ -48,7 +48,15 @@ class FolderLock:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
+        self._path = path
         self._descriptor: int | None = descriptor
+
+    @property
+    def replaced(self) -> bool:
+        """True if the lock's path names another file now: the folder was removed or renamed, and
+        another process may write to the new folder of that name. Raises OSError."""
+        descriptor, path = self._descriptor, self._path
+        return descriptor is not None and not _is_at(descriptor, path) and path.exists()
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -36,6 +36,7 @@ from logitd.model.files import (
     forbidden,
     parse_json,
     read_regular,
+    without_surrogates,
 )
 from logitd.model.first_error import first_error
 from logitd.model.owner_code.config import FOLDER, CodeConfig
@@ -179,7 +180,8 @@ def save_checkpoint(
             (aside / FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / FOLDER / name).write_bytes(source)
             hashed.append(f"{FOLDER}/{name}")
-        (aside / CARD).write_text(card, encoding="utf-8")
+        # A card may contain the name of a file, whose bytes may not be UTF-8.
+        (aside / CARD).write_text(without_surrogates(card), encoding="utf-8")
         sections = {
             "model": config.to_dict(),
             "tokenizer": {

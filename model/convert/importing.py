@@ -9,6 +9,7 @@ other models are recognized by the roles of their tensors (`by_role/`).
 """
 
 import hashlib
+import os
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.source_file import object_beside
 from logitd.model.convert.state_file import (
     LOOKED_FOR,
+    SETTINGS_FILES,
     SUFFIXES,
     find_state_file,
     holds_weights,
@@ -72,8 +74,8 @@ OPENAI_GPT: Mapping[str, Any] = {
 }
 """The computation of GPT-1. GPT-1 has no reader of its own, but its tensors are recognized by their
 names."""
-FINGERPRINT_BYTES = 2**20
-"""Number of bytes at each end of a file that the fingerprint covers."""
+DESCRIBING = (".json", ".yaml", ".yml")
+"""Suffixes of the settings and vocabularies in a model's folder."""
 
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
@@ -204,19 +206,19 @@ def importable(source: Path) -> bool:
 
 
 def fingerprint(source: Path) -> str:
-    """A hash that distinguishes sources with the same name. It covers the names, the sizes, and the
-    first and last bytes of all weight files."""
-    files = [source]
+    """A hash that distinguishes sources with the same name. It covers the names and contents of all
+    weight files, and of the settings and vocabularies next to them, because with other settings the
+    same weights are another model."""
     if source.is_dir():
-        files = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix in LOOKED_FOR)
+        files = [path for path in source.rglob("*") if path.suffix in LOOKED_FOR]
+        files += (path for path in source.iterdir() if path.suffix in DESCRIBING)
+    else:
+        files = [source, *(source.with_name(name) for name in (*SETTINGS_FILES, "tokenizer.json"))]
     digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
+    for path in sorted({path for path in files if path.is_file()}):
         with path.open("rb") as file:
-            digest.update(file.read(FINGERPRINT_BYTES))
-            file.seek(max(0, size - FINGERPRINT_BYTES))
-            digest.update(file.read(FINGERPRINT_BYTES))
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(os.fsencode(f"{path.name} {content}\n"))
     return digest.hexdigest()[:16]
 
 

@@ -3,7 +3,8 @@
   data/tokenizer.tiktoken   ranks of the vocabulary
   data/train.tokens         shard of training text
   data/val.tokens           shard of validation text
-  data/data.json            description of the text and of the tokenizer, without its ranks
+  data/data.json            description of the text and of the tokenizer, without its ranks, and the
+                            sha256 of each shard
 
 END_OF_TEXT separates documents. The vocabulary is learned only from the training text. The text is
 read as a stream three times: to plan the split, to learn a vocabulary, and to tokenize the text.
@@ -27,7 +28,14 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.tokenizer import read_tokenizer
 from logitd.model.data.errors import DataError
 from logitd.model.data.reuse import reuse_shards, shards_sha256
-from logitd.model.data.shards import Shard, ShardWriter, open_shard, write_shard
+from logitd.model.data.shards import (
+    DESCRIPTION,
+    Shard,
+    ShardWriter,
+    open_shard,
+    shard_sha256,
+    write_shard,
+)
 from logitd.model.data.sources.document import Text
 from logitd.model.data.split import Side, Split, sides, split_text
 from logitd.model.data.vocabulary import (
@@ -129,8 +137,9 @@ def prepare_text(
         **({"downloads": list(text.downloads)} if text.downloads else {}),
     }
     tokenizer.write_ranks(folder / RANKS)
-    document = {"record": record, **tokenizer.description()}
-    write_whole(folder / "data.json", (json.dumps(document, indent=2) + "\n").encode())
+    shards = {path.name: shard_sha256(path) for path in paths}
+    document = {"record": record, "shards": shards, **tokenizer.description()}
+    write_whole(folder / DESCRIPTION, (json.dumps(document, indent=2) + "\n").encode())
     return PreparedText(tokenizer, train, val, record)
 
 
@@ -248,12 +257,12 @@ class _Prepared(BaseModel):
 def read_prepared(folder: Path) -> PreparedText:
     """Read the files that `prepare_text` wrote, for a resumed run."""
     try:
-        document = parse_json(read_regular(folder / "data.json", CONFIG_BYTES))
+        document = parse_json(read_regular(folder / DESCRIPTION, CONFIG_BYTES))
         ranks = parse_ranks(read_regular(folder / RANKS, VOCABULARY_BYTES), RANKS)
         _Prepared.model_validate(document)
         tokenizer = Tokenizer.described(document, ranks)
     except ValidationError as error:
-        raise DataError(f"{folder / 'data.json'}: {first_error(error)}") from error
+        raise DataError(f"{folder / DESCRIPTION}: {first_error(error)}") from error
     except (OSError, ValueError) as error:
         raise DataError(f"the prepared text in {folder} cannot be read: {error}") from error
     identity = tokenizer_sha256(tokenizer)

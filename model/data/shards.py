@@ -9,8 +9,11 @@ bytes for vocabularies up to 65,536, else 4. The header:
   8 bytes   number of ids
   8 bytes   number of bytes of their text, without separators
   32 bytes  sha256 of the tokenizer (`vocabulary.tokenizer_sha256`)
+
+In a run, `data.json` lists the sha256 of each shard (`prepare.py`).
 """
 
+import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from logitd.model.data.errors import DataError
-from logitd.model.files import whole_file
+from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, whole_file
 
 DATA = "data"
 """Folder of the shards in a run directory (`prepare.py`)."""
+DESCRIPTION = "data.json"
+"""File in that folder that describes the text."""
 
 MAGIC = b"LOGITDTK"
 VERSION = 1
@@ -111,8 +116,8 @@ def _header(path: Path) -> tuple[int, int, int, bytes]:
 
 
 def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
-    """Map a shard into memory. Raises DataError if it is truncated or belongs to another
-    tokenizer."""
+    """Map a shard into memory. Raises DataError if it is truncated or belongs to another tokenizer,
+    or if its sha256 is not the one that the description in its folder lists."""
     width, count, text_bytes, sha256 = _header(path)
     size = path.stat().st_size
     if size != HEADER.size + width * count:
@@ -125,7 +130,26 @@ def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
             f"{path} was written by another tokenizer (sha256 {sha256.hex()[:12]}..., the run's "
             f"is {tokenizer_sha256.hex()[:12]}...), so its ids have different meanings"
         )
+    if (listed := _listed_sha256(path)) not in (None, (found := shard_sha256(path))):
+        raise DataError(
+            f"{path} has sha256 {found[:12]}..., but {DESCRIPTION} says {str(listed)[:12]}...: the "
+            "file was changed or damaged. Restore it from a copy, or train a new run"
+        )
     if count == 0:  # an empty file cannot be mapped
         return Shard(path, np.empty(0, dtype=f"<u{width}"), text_bytes)
     tokens = np.memmap(path, dtype=f"<u{width}", mode="r", offset=HEADER.size, shape=(count,))
     return Shard(path, tokens, text_bytes)
+
+
+def shard_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _listed_sha256(path: Path) -> Any:
+    """The sha256 that the description in its folder lists for a shard; None if there is none."""
+    try:
+        document = parse_json(read_regular(path.with_name(DESCRIPTION), CONFIG_BYTES))
+        return document.get("shards", {}).get(path.name)
+    except (OSError, ValueError, AttributeError):  # `read_prepared` reports a damaged description
+        return None

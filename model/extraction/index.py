@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,6 +69,7 @@ class ExtractionFolder:
         self.shards: list[Shard] = []
         self._facts: dict[str, Any] = {}
         self._complete = False
+        self._lock: FolderLock | None = None
         if path.exists() and not path.is_dir():
             raise ExtractionError(f"{path} exists and is not a folder: choose another --out")
         if path.is_dir() and not self._begun:
@@ -96,10 +97,13 @@ class ExtractionFolder:
     def close(self) -> None:
         """Unlock the folder. Removes the lock file of a finished extraction. Also removes the
         folder if it was created for an extraction that did not start."""
-        if self._complete or not self._begun:
-            (self.path / LOCK).unlink(missing_ok=True)
-        if self._made and not self._begun:
-            self.path.rmdir()
+        assert self._lock is not None, "locked since it was opened"
+        with suppress(OSError):  # the folder may have been removed
+            if not self._lock.replaced:
+                if self._complete or not self._begun:
+                    (self.path / LOCK).unlink(missing_ok=True)
+                if self._made and not self._begun:
+                    self.path.rmdir()
         self._lock.release()
 
     def begin(self, facts: Mapping[str, Any], data_name: str) -> None:
@@ -196,6 +200,12 @@ class ExtractionFolder:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
+            if self._lock is not None and self._lock.replaced:
+                raise ExtractionError(
+                    f"{self.path} was removed or moved during the extraction, and another process "
+                    "made a new folder of that name. If you moved it, repeat the command with its "
+                    "new path as --out"
+                )
             yield
         except OSError as error:
             rest = "; finished shards are kept: repeat the command to continue" * self._begun

@@ -6,6 +6,7 @@ shard after shard.
 An interrupted extraction can be continued. The caller gets events; nothing is printed.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
@@ -138,6 +139,7 @@ def extract(
     windows = choose_windows(
         checkpoint.shape.context_length, request.stride, predicts=quantity.predicts
     )
+    _refuse_out_in_data(out, data)
     text = _open_data(data, reading, tell)
     with closing(ExtractionFolder(out)) as folder:
         opened: AbstractContextManager[ShardComputer | RayComputer] = (
@@ -218,6 +220,16 @@ def _open_data(data: Sequence[str], reading: ReadOptions, tell: Tell) -> Text:
             f"{text.name} contains token ids, not text: name the text that was tokenized"
         )
     return text
+
+
+def _refuse_out_in_data(out: Path, data: Sequence[str]) -> None:
+    for folder in filter(os.path.isdir, data):
+        if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
+            raise ExtractionError(
+                f"--out {out} is in the data folder {folder}, so the same command could not "
+                "continue after an interruption: its data would have changed. Choose an --out "
+                "outside"
+            )
 
 
 def _check_unchanged(before: Survey, after: Survey, text: Text, folder: ExtractionFolder) -> None:

@@ -113,11 +113,13 @@ async def _load_model(
     name = source.served_name
     if settings.history and (problem := _no_history(source.path, settings)) is not None:
         return NotLoaded(name, problem)
-    resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
+    path = checkpoint_of(source.path, settings.follow)
     try:
-        built = await asyncio.to_thread(build, resolved)
+        built = await asyncio.to_thread(build, settings.of(replace(source, path=path)))
         sandbox = await asyncio.to_thread(Sandbox, built.checkpoint.tokenizer)
     except STARTUP_ERRORS as error:
+        if checkpoint_of(source.path, settings.follow) != path:  # removed by the run in training
+            return await _load_model(state, settings, steps)
         return NotLoaded(name, str(error))
     except Exception as error:
         logger.exception("a bug kept %s from being loaded", name)

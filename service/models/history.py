@@ -2,9 +2,9 @@
 
 A request names a step. The step's weights are loaded at their first use, into a separate engine.
 The most recently used steps stay in memory. A step is removed from memory only if no request uses
-it or its engine has failed, so a request to a step runs and ends like a request to any other model.
-After a caller was refused a step, all other callers are limited to an equal share of the steps in
-memory. `lifespan.py` loads the steps.
+it, its engine has failed, or its files were replaced. So a request to a step runs and ends like a
+request to any other model. After a caller was refused a step, all other callers are limited to an
+equal share of the steps in memory. `lifespan.py` loads the steps.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import SHUTTING_DOWN, AsyncEngine
 from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import bad_request, client_gone, queue_full
+from logitd.service.models.reloader import Files, files_of
 
 REMEMBERED_SECONDS = 10.0
 """Time for which a refused caller counts as waiting. The refusal asks it to try again after 1
@@ -48,6 +49,7 @@ class History(Generic[Model]):
         self._load = load
         self._most = most
         self._loaded: OrderedDict[int, Model] = OrderedDict()  # least recently used first
+        self._files: dict[int, tuple[Path, Files]] = {}  # that each step was loaded from
         self._uses: Counter[tuple[int, str]] = Counter()  # by step and caller
         self._refused: dict[str, float] = {}  # callers that wait for a step, and when refused
         self._lock = asyncio.Lock()  # held while `_loaded` changes
@@ -66,7 +68,7 @@ class History(Generic[Model]):
         self._check_share(step, caller)
         self._uses[step, caller] += 1
         try:
-            if (model := self._ready(step)) is None:
+            if (model := await self._ready(step)) is None:
                 # If this client leaves while the step is loaded, it is kept for the next one.
                 loading = asyncio.ensure_future(self._load_step(step, caller))
                 # Retrieve its error, or asyncio warns if the client has left.
@@ -114,9 +116,17 @@ class History(Generic[Model]):
                 limit=Limit.STEPS,
             )
 
-    def _ready(self, step: int) -> Model | None:
+    async def _ready(self, step: int) -> Model | None:
+        """The loaded model of a step; None if it is not loaded, has failed, or was loaded from
+        other files than the run has now."""
         model = self._loaded.get(step)
         if model is None or model.engine.failure is not None:
+            return None
+        path, files = self._files[step]
+        if (
+            await asyncio.to_thread(_files_now, path) != files
+            or self._loaded.get(step) is not model
+        ):
             return None
         self._loaded.move_to_end(step)
         return model
@@ -126,11 +136,15 @@ class History(Generic[Model]):
         async with self._lock:
             if self._closed:
                 raise EngineStopped(SHUTTING_DOWN)
-            if (model := self._ready(step)) is None:
+            if (model := await self._ready(step)) is None:
                 if not any(used == step for used, _ in self._uses):
                     raise client_gone()
+                if (old := self._loaded.pop(step, None)) is not None:
+                    await old.engine.stop(0)
                 await self._make_room(caller)
+                files = await asyncio.to_thread(_files_now, path)
                 model = self._loaded[step] = await self._load(path)
+                self._files[step] = path, files
             return model
 
     def _path(self, step: int) -> Path:
@@ -164,3 +178,10 @@ class History(Generic[Model]):
                 retry_after=1,
                 limit=Limit.STEPS,
             )
+
+
+def _files_now(path: Path) -> Files:
+    try:
+        return files_of(path)
+    except OSError:  # loading reports it
+        return ()

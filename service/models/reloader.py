@@ -64,27 +64,28 @@ class Reloader:
     async def follow(self) -> None:
         """Serve each checkpoint that the run saves, until cancelled.
 
-        A checkpoint chosen by the administrator takes precedence. A refused checkpoint is tried
-        again after its files have changed and then stayed the same for an interval, because a copy
-        of a run has its links before its checkpoints.
+        A checkpoint chosen by the administrator takes precedence. A checkpoint is loaded
+        again after its files have changed and then stayed the same for an interval, because a run
+        may be replaced by another one, and a copy of a run has its links before its checkpoints.
         """
         settings = self._settings
         seen = self._checkpoint.path
-        files = tried = _files(seen)
+        files = tried = files_of(seen)
         logger.info("following %s of %s", settings.follow, settings.source.path)
         while True:
             await asyncio.sleep(settings.follow_interval)
             before = files
             try:
                 wanted = self._wanted()
-                files = _files(wanted)
+                files = files_of(wanted)
             except OSError as error:  # the link is being replaced, or its disk is unavailable
                 logger.warning("cannot look for new checkpoints of the run: %s", error)
                 continue
             if wanted == seen and (files == tried or files != before):
                 continue
+            changed = wanted == seen
             seen, tried = wanted, files
-            if wanted != self._checkpoint.path:  # equal if `choose` has just loaded it
+            if changed or wanted != self._checkpoint.path:  # equal if `choose` has just loaded it
                 with contextlib.suppress(ReloadError):  # already logged and counted
                     await self._reload(self._wanted)
 
@@ -157,7 +158,8 @@ class Reloader:
         return True
 
 
-def _files(path: Path) -> Files:
+def files_of(path: Path) -> Files:
+    """Identify the files of a checkpoint that exist."""
     found = []
     for name in (CONFIG, RANKS, WEIGHTS):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

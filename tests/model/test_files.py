@@ -161,8 +161,13 @@ def test_unwritable_destination_is_refused_early(tmp_path: Path) -> None:
         require_new(tmp_path / "file")
     with pytest.raises(FileError, match="file/new cannot be written: Not a directory"):
         require_new(tmp_path / "file" / "new")
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(FileError, match="link already exists"):
+        require_new(tmp_path / "link")
+    with pytest.raises(FileError, match="new cannot be written: No such file"):
+        require_new(tmp_path / "link" / "new")
     require_new(tmp_path / "a" / "b")
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
 
 
 def test_folder_appears_complete(tmp_path: Path) -> None:

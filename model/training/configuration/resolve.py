@@ -242,7 +242,8 @@ def _refuse_unwritable(given: Mapping[str, Any]) -> None:
 
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
     recipe, steps = training.recipe, training.length.steps
-    values = {**training.model.to_dict(), **asdict(recipe), "lora": training.lora}
+    lora = None if training.lora is None else training.lora.rank
+    values = {**training.model.to_dict(), **asdict(recipe), "lora": lora}
     for name in sorted(given.keys() & NEEDS.keys()):
         other, acting = NEEDS[name]
         if values[other] not in acting:

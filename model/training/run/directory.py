@@ -94,8 +94,10 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Remove a run that could not be prepared. A folder that cannot be removed, such as a mount
-        point, is left empty, so that the same command works later."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        point, is left empty, so that the same command works later. A folder that has replaced the
+        run's is another process's, and stays."""
+        if not self._replaced():
+            shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     @classmethod
@@ -115,6 +117,9 @@ class RunDirectory:
                 f"{self.path} is being trained by {error.owner}: wait until it has ended, stop it "
                 "(SIGTERM lets it save), or choose another --out"
             ) from error
+
+    def _replaced(self) -> bool:
+        return self._lock is not None and self._lock.replaced
 
     def release(self) -> None:
         if self._lock is not None:
@@ -137,11 +142,18 @@ class RunDirectory:
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Convert an OSError that occurs in the `with` block to a TrainingError that says how to
-        continue."""
+        continue. Raises TrainingError before the block if the run's folder was replaced."""
+        moved = "if you moved it, continue with --resume and its new path as --out"
         try:
+            if self._replaced():
+                raise TrainingError(
+                    f"step {step} could not be saved: another process made a new folder "
+                    f"{self.path} during training, so this run's folder was removed or moved: "
+                    f"{moved}"
+                )
             yield
         except OSError as error:
-            way_out = f"{self.path} was removed during training: there is nothing left to resume"
+            way_out = f"{self.path} was removed or moved during training: {moved}"
             if is_run(self.path):
                 fix = "Free disk space" if error.errno in NO_SPACE else "Fix the error"
                 way_out = f"{self.last_good()} {fix}, then continue with --resume"

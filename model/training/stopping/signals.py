@@ -44,10 +44,15 @@ class StopSignals:
 def errors_outlive_sigterm(kind: type[Exception]) -> Iterator[None]:
     """Ignore SIGTERM while the process handles an error of this kind, so that its message is
     printed. When one process of a run ends, torchrun immediately sends SIGTERM to all others, while
-    they are still handling the lost connection."""
+    they are still handling the lost connection. Otherwise the previous handler runs; if there is
+    none, the process ends."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        if not isinstance(sys.exc_info()[1], kind):
+        if isinstance(sys.exc_info()[1], kind):
+            return
+        if callable(before):
+            before(number, frame)
+        else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

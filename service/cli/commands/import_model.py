@@ -183,8 +183,8 @@ def _require_same(settings: ImportSettings) -> None:
     else:
         return
     raise CheckpointError(
-        f"{destination} exists, but was not imported from {what}: choose another destination with "
-        f"{command('import', source, 'DEST')}"
+        f"{destination} exists, but was not imported from {what}, as it is now: remove it to "
+        f"import again, or choose another destination with {command('import', source, 'DEST')}"
     )
 
 

@@ -83,6 +83,14 @@ def test_merged_checkpoint_computes_like_base_and_adapter(
     assert "About it." in card
 
 
+def test_merged_checkpoint_may_have_a_name_that_is_not_utf8(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / os.fsdecode(b"\xff")
+    merged = merge(base, adapter, path, save_dtype="float32")
+    assert (merged.path / "README.md").read_text().startswith("# ?\n")
+
+
 def test_chat_template_of_the_adapter_replaces_that_of_the_base(
     base: Path, gpt: GPT, tmp_path: Path
 ) -> None:

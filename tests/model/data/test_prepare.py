@@ -12,7 +12,7 @@ import pytest
 from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
-from logitd.model.data.shards import Shard
+from logitd.model.data.shards import HEADER, Shard
 from logitd.model.data.sources.document import Text, text_document
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.text.chat_template import ChatTemplate
@@ -218,4 +218,16 @@ def test_damaged_description_of_a_prepared_text_is_refused(
     (tmp_path / "tokenizer.tiktoken").write_bytes(b"")
     (tmp_path / "data.json").write_text(json.dumps(document))
     with pytest.raises(DataError, match=f"data.json: {reason}"):
+        read_prepared(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "val.tokens"])
+def test_damaged_shard_is_refused(tmp_path: Path, name: str) -> None:
+    """A changed bit often gives another valid id. A resumed run once trained on it."""
+    prepare(text_of("the cat sat.\n" * 300), tmp_path)
+    read_prepared(tmp_path)
+    raw = bytearray((tmp_path / name).read_bytes())
+    raw[HEADER.size] ^= 1
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError, match=f"{name} has sha256 .*data.json.*Restore it"):
         read_prepared(tmp_path)

@@ -402,6 +402,14 @@ def test_foreign_index_is_refused(extracting: Extract, tmp_path: Path, index: st
     assert (tmp_path / "out" / INDEX).read_text() == index
 
 
+def test_folder_in_the_data_is_refused(extracting: Extract, tmp_path: Path) -> None:
+    """The repeated command once read its own index and shards as data, so it could not continue."""
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(ExtractionError, match=r"out is in the data folder .* --out outside"):
+        extracting(data=(str(tmp_path),))
+    assert not (tmp_path / "out").exists()
+
+
 def test_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     lock = FolderLock(tmp_path / "out" / LOCK)
@@ -409,6 +417,31 @@ def test_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> Non
         extracting()
     lock.release()
     assert extracting().rows
+
+
+def test_replaced_folder_is_left_to_its_new_process(extracting: Extract, tmp_path: Path) -> None:
+    """The folder is moved, and a new one of its name is locked, after the extraction began. The
+    extraction once wrote its shards into the new folder and removed its lock."""
+    out, locks = tmp_path / "out", []
+
+    def replace_folder(event: object) -> None:
+        if isinstance(event, Surveyed):
+            out.rename(tmp_path / "moved")
+            out.mkdir()
+            locks.append(FolderLock(out / LOCK))
+
+    with pytest.raises(ExtractionError, match=r"moved .* another process .*--out"):
+        extracting(tell=replace_folder)
+    assert [path.name for path in out.iterdir()] == [LOCK]
+
+
+def test_removed_folder_is_explained(extracting: Extract, tmp_path: Path) -> None:
+    def remove(event: object) -> None:
+        if isinstance(event, Surveyed):
+            shutil.rmtree(tmp_path / "out")
+
+    with pytest.raises(ExtractionError, match="out cannot be written: No such file"):
+        extracting(tell=remove)
 
 
 def test_full_disk_is_explained_and_shards_stay(extracting: Extract, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 only that step."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -236,6 +237,21 @@ def test_damaged_step_is_refused_and_others_are_served(run: Path, tmp_path: Path
         error = server.refused("/probs", {"prompt": "a", "step": 9}, 503)
         assert (error.param, error.code) == ("step", "model_not_loaded")
         assert check_reply(ask(server, step=1)) == 1
+
+
+def test_replaced_step_is_loaded_again(run: Path, tmp_path: Path) -> None:
+    """A run was removed and trained again with another seed. The server once answered from the old
+    run's weights as long as they were in memory."""
+    again = tmp_path / "run"
+    shutil.copytree(run, again, symlinks=True)
+    with serving(again, history=True) as server:
+        body = {"prompt": "a", "step": 1}
+        before = server.client.post("/probs", json=body).json()
+        shutil.rmtree(again / HISTORY / "step-000001")
+        shutil.copytree(again / HISTORY / "step-000016", again / HISTORY / "step-000001")
+        after = server.client.post("/probs", json=body).json()
+        expected = server.client.post("/probs", json=body | {"step": 16}).json()
+    assert before["prompts"] != after["prompts"] == expected["prompts"]
 
 
 def test_drain_waits_for_requests_to_a_step(run: Path) -> None:

@@ -19,8 +19,11 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.transformer.gpt import GPT
+from logitd.service.application import lifespan
+from logitd.service.engine.build import BuiltEngine, build
 from logitd.service.http.routes import weights
 from logitd.service.models import reloader
+from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.service.serving import Serving, at_work, eventually, serving
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
@@ -209,6 +212,44 @@ def test_followed_checkpoint_is_served_once_its_copy_is_complete(
             shutil.copy(tmp_path / "step-2" / name, run / "step-2")
         eventually(lambda: check_reply(ask(following)) == 2)
     logged_errors.clear()
+
+
+def test_checkpoint_that_its_run_removes_during_loading_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in training removes old checkpoints. The server once ended if it was just loading
+    one."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    save_steps(run, 1, 2)
+    point(run, "best", 1)
+
+    def prune(settings: ServeSettings) -> BuiltEngine:
+        if (run / "step-1").exists():
+            point(run, "best", 2)
+            shutil.rmtree(run / "step-1")
+        return build(settings)
+
+    monkeypatch.setattr(lifespan, "build", prune)
+    with serving(run, follow="best") as server:
+        assert check_reply(ask(server)) == 2
+
+
+def test_followed_checkpoint_is_loaded_again_if_its_files_change(tmp_path: Path) -> None:
+    """Another run with a checkpoint of the same step may be copied over a followed run. The server
+    once kept the old weights."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    save_steps(run, 1)
+    save_steps(tmp_path, 2)
+    point(run, "best", 1)
+    with serving(run, follow="best", follow_interval=0.02) as following:
+        assert check_reply(ask(following)) == 1
+        (run / "step-1").rename(tmp_path / "old")
+        (tmp_path / "step-2").rename(run / "step-1")
+        eventually(lambda: check_reply(ask(following)) == 2)
 
 
 @pytest.mark.parametrize(

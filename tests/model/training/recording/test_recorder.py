@@ -114,9 +114,30 @@ def test_removed_folder_is_not_reported_as_a_full_disk(
         train(configure(out=run, checkpoint_every=3, eval_every=3), remove)
     said = str(refusal.value)
     if removed == "run":
-        assert said.endswith(f"{run} was removed during training: there is nothing left to resume")
+        assert f"{run} was removed or moved during training: if you moved it, continue" in said
     else:
         assert re.search(r"step-00000\d\. Fix the error, then continue with --resume$", said)
+
+
+def test_replaced_run_is_left_to_its_new_process(configure: Configure, tmp_path: Path) -> None:
+    """A user removed or moved the folder of a run in training, and began another run there. The
+    first process once went on writing its state, log and checkpoints into the other run."""
+    run, config = tmp_path / "run", configure(out=tmp_path / "run", checkpoint_every=3)
+
+    def replace_folder(event: Event) -> None:
+        if isinstance(event, Progress) and event.step == 4:
+            run.rename(tmp_path / "moved")
+            train(config)
+            before.update(_files(run))
+
+    before: dict[Path, bytes] = {}
+    with pytest.raises(TrainingError, match=r"another process made a new folder .*--resume"):
+        train(config, replace_folder)
+    assert _files(run) == before
+
+
+def _files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_checkpoint_that_cannot_be_written_leaves_nothing(

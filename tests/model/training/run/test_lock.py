@@ -66,8 +66,12 @@ def test_lock_of_a_removed_run_does_not_lock_a_new_one(tmp_path: Path) -> None:
     again.lock()  # the name is free, so this is another file
     with pytest.raises(TrainingError, match="is being trained by"):
         RunDirectory(path).lock()
+    first.discard()  # its folder was replaced, so nothing is removed
+    assert path.exists()
     again.release()
-    first.discard()
+    again = RunDirectory(path)
+    again.lock()
+    again.discard()
     assert not path.exists()
 
 

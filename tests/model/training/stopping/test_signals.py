@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from logitd.model.training.stopping.signals import StopSignals, errors_outlive_sigterm
+from logitd.service.cli.interrupts import cleans_up_when_terminated
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -61,3 +62,10 @@ def test_sigterm_ends_the_process_without_such_an_error(handling: bool) -> None:
     """.replace("HANDLING", str(handling))
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"")
+
+
+def test_sigterm_runs_the_previous_handler() -> None:
+    """The command line's handler removes unfinished files. SIGTERM once left a run whose text was
+    being tokenized, so that the same command was refused afterwards."""
+    with cleans_up_when_terminated(), pytest.raises(SystemExit), errors_outlive_sigterm(KeyError):
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.convert.importing import fingerprint
 from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.service.cli.commands.import_model import for_serving
 from logitd.service.cli.commands.servable import NotServable
@@ -100,6 +101,26 @@ def test_models_of_words_are_measured_and_tuned(
     assert read_checkpoint(tmp_path / "run" / "best").tokenizer.kind == "words"
     assert run(["train", "--out", "run", "--resume", "--steps", "6"]) == 0
     assert "step      6" in capsys.readouterr().out
+
+
+def test_serving_changed_settings_is_not_answered_by_the_old_import(tmp_path: Path) -> None:
+    """The check whether a model was already imported once covered only its weights."""
+    save_theirs(tmp_path / "theirs", "llama")
+    made = for_serving(tmp_path / "theirs", may_import=True)
+    assert for_serving(tmp_path / "theirs", may_import=True) == made
+    with (tmp_path / "theirs" / "config.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(NotServable, match=r"was not imported from .*, as it is now: remove it"):
+        for_serving(tmp_path / "theirs", may_import=True)
+
+
+def test_fingerprint_covers_the_middle_of_weights(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(bytes(3 * 2**20))
+    before = fingerprint(tmp_path / "a.pt")
+    with (tmp_path / "a.pt").open("r+b") as file:
+        file.seek(3 * 2**19)
+        file.write(b"x")
+    assert fingerprint(tmp_path / "a.pt") != before
 
 
 @pytest.mark.parametrize("raw", [b"\xcd\x00", b"[" * 100_000, b""])
