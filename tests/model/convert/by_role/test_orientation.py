@@ -180,7 +180,8 @@ def test_gated_feed_forward_is_known_by_its_odd_shape_or_names() -> None:
     shapes = {"wg": (WIDTH, HIDDEN), "wu": (WIDTH, HIDDEN), "wd": (HIDDEN, WIDTH)}
     gated = {f"mlp.{name}.weight": shape for name, shape in shapes.items()}
     layer: dict[str, tuple[int, ...]] = {
-        "attn.qkv.weight": (3 * WIDTH, WIDTH), "attn.proj.weight": (WIDTH, WIDTH),
+        "attn.qkv.weight": (3 * WIDTH, WIDTH),
+        "attn.proj.weight": (WIDTH, WIDTH),
         **NORMS,
     }
     assert recognize("model.pt", model_of(layer | gated)).name("mlp_down").endswith("wd.weight")
