@@ -311,6 +311,8 @@ def _member(key: str, annotation: Any) -> str:
         return " | ".join(dict.fromkeys(_member(key, part) for part in inner))
     if origin is Literal:
         return type(inner[0]).__name__
+    if hasattr(annotation, "__metadata__"):
+        return _member(key, inner[0])
     if origin is list:
         if key == "bytes":
             return "Bytes"
