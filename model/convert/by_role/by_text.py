@@ -49,6 +49,9 @@ UNUSUAL: Mapping[str, Any] = {
 because no candidate computed what the model computes."""
 FEWEST_CHANNELS = 8
 """A head with fewer channels than this is unusual."""
+SEEN_TOKEN = 0.1
+"""A model without a causal mask sees the next token, so the mask raises its loss by more than this,
+in nats per token."""
 SAME_LOGITS = 0.01
 """If variants have about the same loss, they count as equal if no logit differs by more than
 this."""
@@ -74,10 +77,9 @@ class ByText(Search):
         """Choose the computation by its loss on the text. Raises OpenQuestions if the text cannot
         decide a field, and ConvertError if no variant predicts the text or if the model is not
         causal."""
-        best = self._polish(self._conventional(self._found))
+        best = self._causal(self._polish(self._conventional(self._found)))
         loss, chance = self.mean(best, "full"), self._text.unigram_nats()
         self._require_prediction(loss, chance)
-        self._require_causal(best, loss)
         objection = self._objection(best, loss)
         if objection and self.ambiguous:
             raise ConvertError(f"{self._tensors.where}: {objection}. {ANSWERS}")
@@ -206,15 +208,21 @@ class ByText(Search):
                 "with the model's vocabulary (--tokenizer), or use --code"
             )
 
-    def _require_causal(self, best: Computation, loss: float) -> None:
-        if not best.causal:
-            masked = self.mean(replace(best, causal=True), "full")
+    def _causal(self, best: Computation) -> Computation:
+        """The computation with a causal mask. Raises ConvertError if the loss without one is far
+        lower: the source was trained to see the next token."""
+        if best.causal:
+            return best
+        masked = replace(best, causal=True)
+        seeing, loss = self.mean(best, "full"), self.mean(masked, "full")
+        if loss - seeing > SEEN_TOKEN:
             raise ConvertError(
                 f"{self._tensors.where}: the model predicts {self._text.name} only if every "
-                f"position attends to the whole text ({loss:.3f} nats per token; with a causal "
-                f"mask {masked:.3f}): the model has no causal mask, so it is not a GPT and cannot "
+                f"position attends to the whole text ({seeing:.3f} nats per token; with a causal "
+                f"mask {loss:.3f}): the model has no causal mask, so it is not a GPT and cannot "
                 "generate text"
             )
+        return masked
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
         """The other values of a field with their losses. If the field is ambiguous and the loss of

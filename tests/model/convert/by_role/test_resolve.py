@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitd.model.convert.by_role import by_text
 from logitd.model.convert.by_role.finding import FIELDS, Finding, canonical
 from logitd.model.convert.by_role.ngrams import ngram_nats
 from logitd.model.convert.by_role.objective import (
@@ -310,6 +311,18 @@ def test_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
     given = answer(findings(tensors), {"n_head": 4})
     with pytest.raises(ConvertError, match=r"letters\.txt.*causal mask"):
         resolve(tensors, given, objective)
+
+
+def test_slightly_lower_loss_without_a_mask_is_no_evidence(
+    sees_all: Multihead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two causal models that no variant computes were said to have no mask, for 0.01 nats."""
+    monkeypatch.setattr(by_text, "SEEN_TOKEN", 100.0)
+    ids = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
+    objective = text_objective(CheckText("letters.txt", ids.tolist()), 16)
+    tensors = mapped(sees_all)
+    with pytest.raises(ConvertError, match="no variant predicts"):  # with the mask
+        resolve(tensors, answer(findings(tensors), {"n_head": 4}), objective)
 
 
 # By the file alone
