@@ -69,6 +69,7 @@ class AsyncEngine:
         self._unread: dict[Submission, None] = {}  # have events, and their readers were not woken
         self._draining = False  # no new requests
         self._closed = False  # no further requests of sessions that have begun either
+        self._stops_because = SHUTTING_DOWN
         self._weights = WeightsVersion(0)  # for new requests
         self._holds = 0  # of all versions
         self._computing = 0  # number of the version that the engine computes with
@@ -158,9 +159,12 @@ class AsyncEngine:
         self._reload = asyncio.create_task(self._replace_weights(path, weights_sha256, timeout))
         await asyncio.shield(self._reload)
 
-    async def stop(self, drain_timeout: float) -> None:
+    async def stop(self, drain_timeout: float, *, replaced: bool = False) -> None:
         """Reject new requests, let running ones finish for `drain_timeout` seconds, including what
-        their sessions still submit, then abort the rest."""
+        their sessions still submit, then abort the rest. `replaced` says that another engine
+        answers instead, which the errors of these requests then say."""
+        if replaced:
+            self._stops_because = REPLACED
         self._draining = True
         if self._stopped.is_set():
             return
@@ -170,9 +174,10 @@ class AsyncEngine:
         self._closed = True
         if self._open:
             sequences = sum(request.open for request in self._open.values())
-            logger.warning("aborting %d sequences at shutdown", sequences)
+            logger.warning("aborting %d sequences: %s", sequences, self._stops_because)
+            reason = FinishReason.REPLACED if replaced else FinishReason.ABORT
             for request_id in list(self._open):
-                self._driver.abort(request_id)
+                self._driver.abort(request_id, reason=reason)
         self._driver.stop()
         await self._stopped.wait()
         self._thread.join()
@@ -186,7 +191,7 @@ class AsyncEngine:
         if self.failure is not None:
             raise EngineStopped(self.failure)
         if closed or self._closed:
-            raise EngineStopped(SHUTTING_DOWN)
+            raise EngineStopped(self._stops_because)
         if version.sealed:
             raise EngineStopped(REPLACED)
 

@@ -140,7 +140,7 @@ class History(Generic[Model]):
                 if not any(used == step for used, _ in self._uses):
                     raise client_gone()
                 if (old := self._loaded.pop(step, None)) is not None:
-                    await old.engine.stop(0)
+                    await old.engine.stop(0, replaced=True)
                 await self._make_room(caller)
                 files = await asyncio.to_thread(_files_now, path)
                 model = self._loaded[step] = await self._load(path)

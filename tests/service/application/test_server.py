@@ -190,7 +190,7 @@ def test_short_drain_ends_requests_with_an_error(spelling_path: Path) -> None:
             assert "shutting down" in error.message
         error_of(waiting.response(), 503)
         assert waiting.response().headers["retry-after"] == "1"
-        assert "aborting 3 sequences at shutdown" in server.output
+        assert "aborting 3 sequences: the server is shutting down" in server.output
         assert "Traceback" not in server.output
 
 

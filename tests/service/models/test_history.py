@@ -16,6 +16,7 @@ from logitd.model.checkpoint.run_folder import HISTORY
 from logitd.service.application.app import create_app
 from logitd.service.client.client import Client
 from logitd.service.engine.admission import Limit
+from logitd.service.engine.submission import REPLACED
 from logitd.service.errors import ApiError
 from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
@@ -252,6 +253,20 @@ def test_replaced_step_is_loaded_again(run: Path, tmp_path: Path) -> None:
         after = server.client.post("/probs", json=body).json()
         expected = server.client.post("/probs", json=body | {"step": 16}).json()
     assert before["prompts"] != after["prompts"] == expected["prompts"]
+
+
+def test_requests_to_a_replaced_step_are_told_so(run: Path, tmp_path: Path) -> None:
+    """They were once told that the server was shutting down."""
+    again = tmp_path / "run"
+    shutil.copytree(run, again, symlinks=True)
+    with serving(again, history=True) as server:
+        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "step": 1, "n": 64}
+        poster = Poster(server.url, "/generate", body)
+        eventually(lambda: bool(server.sample("logitd_prefill_tokens_total")))
+        (again / HISTORY / "step-000001" / "config.json").touch()
+        assert check_reply(ask(server, step=1)) == 1
+        reply = poster.response()
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, REPLACED)
 
 
 def test_drain_waits_for_requests_to_a_step(run: Path) -> None:
