@@ -29,7 +29,8 @@ def wait_for_value(page: Page, expression: str, timeout: float = 1e3 * STARTUP_S
             if page.evaluate(f"Boolean({expression})"):
                 return
         page.wait_for_timeout(20)
-    raise AssertionError(f"{expression} was not true within {timeout} ms")
+    shown = page.inner_text("body")  # raises if the page has crashed
+    raise AssertionError(f"{expression} was not true within {timeout} ms; the page says {shown!r}")
 
 
 def ready(page: Page) -> Page:
