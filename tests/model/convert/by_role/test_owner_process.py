@@ -146,6 +146,16 @@ def test_parameter_without_a_default_gets_the_only_eps(write: Write, book: nn.Mo
     assert not {"eps", "norm_eps"} & said_in({"eps": 1e-8}, {}).keys()
 
 
+def test_keywords_that_the_class_reads_are_given(write: Write, book: nn.Module) -> None:
+    """The class once got none of them, and computed with its defaults."""
+    text = BY_NAMES.replace("n_head=4, n_layer=2, dropout=0.5", "**rest")
+    text = text.replace("n_head, n_layer", "rest.get('heads', 8), rest['n_layers']")
+    text = text.replace("dropout ==", "rest.pop('dropout', 0.1) ==")
+    code = write(text)
+    check_logits(code, book, {"n_heads": 4, "n_layers": 2})
+    assert kept_by(code, book, {"n_layers": 2})["heads"] == 8
+
+
 def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module) -> None:
     """The tensors show the width and the layers, but not the heads."""
     for text in (BY_NAMES, SMALL_DATACLASS):
@@ -158,6 +168,9 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
         assert assumed_defaults(code, kept_by(code, book, {}, n_head=4)) == ""
     code = write(DICTIONARY.replace('["n_heads"]', '.get("n_heads", 4)'))
     assert "of gpt.py:GPT: n_heads=4." in assumed_defaults(code, kept_by(code, book, {}))
+    code = write(DICTIONARY.replace('cfg["n_heads"]', "getattr(cfg, 'n_heads', 4)"))
+    assert "of gpt.py:GPT: n_heads=4." in assumed_defaults(code, kept_by(code, book, {}))
+    assert assumed_defaults(code, kept_by(code, book, SETTINGS)) == ""
     script = write(SCRIPT)
     assert assumed_defaults(script, kept_by(script, book, {})) == ""
 
