@@ -87,6 +87,16 @@ def test_long_sequence_ends_at_the_limit_of_the_model(longest: int, length: int)
     assert torch.equal(late, model(ids)[:, -4:, :7])
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1000, [0, 1, 997, 998, 999]), (3, [0, 1, 0, 1, 2])]
+)
+def test_compared_ids_include_the_first_and_the_last(rows: int, expected: list[int]) -> None:
+    model = nn.Sequential(nn.Embedding(rows, rows), Limited(5))
+    ids, logits, _ = compare(Caller(model), rows, 5)
+    assert ids[2].tolist() == expected
+    assert torch.equal(logits, model(ids))
+
+
 class Limited(nn.Module):
     def __init__(self, length: int) -> None:
         super().__init__()
