@@ -192,7 +192,7 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
 )
 def test_class_is_made_with_known_arguments(code: str, write: Write, book: nn.Module) -> None:
     ids, _ = check_logits(write(code), book)
-    assert ids.shape == (2, 12)
+    assert ids.shape == (3, 12)
     assert not Path("training-has-begun").exists()
     assert not Path("overwritten.pt").exists()
 
@@ -364,11 +364,11 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     ),
     "a forward that fails": (
         DICTIONARY + "\n    def forward(self, ids):\n        raise RuntimeError('out of order')\n",
-        "GPT", r"its forward failed on ids of shape \[2, 12\]: RuntimeError: out of order",
+        "GPT", r"its forward failed on ids of shape \[3, 12\]: RuntimeError: out of order",
     ),
     "a forward that fails with a type error": (
         DICTIONARY + "\n    def forward(self, ids):\n        return ids + 'x'\n",
-        "GPT", r"its forward failed on ids of shape \[2, 12\]: TypeError: ",
+        "GPT", r"its forward failed on ids of shape \[3, 12\]: TypeError: ",
     ),
     "a forward without logits": (
         DICTIONARY + "\n    def forward(self, ids):\n        return ids\n", "GPT",
