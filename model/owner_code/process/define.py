@@ -48,12 +48,12 @@ def run_definitions(
     tree = parse(file)
     module = new_module(file, tree)
     names, needed = vars(module), needed_names(tree, expressions)
-    flags, failed = future_flags(tree), set[str]()
+    flags, unassigned = future_flags(tree), set[str]()
     for statement in tree.body:
         targets = defined(statement)
         if targets is None or not (targets & needed or "*" in targets):
             continue
-        if isinstance(statement, ast.AugAssign | ast.Expr) and targets & failed:
+        if isinstance(statement, ast.AugAssign | ast.Expr) and targets & unassigned:
             continue  # the known value is that after all updates
         try:
             code = compile(ast.Module([statement], []), str(file), "exec", flags, True)
@@ -61,7 +61,7 @@ def run_definitions(
         except Exception as error:  # the owner's code may raise anything
             reason = f"{type(error).__name__}: {error}"
             where = f"{file.name}, line {statement.lineno}"
-            failed |= targets
+            unassigned |= targets
             if isinstance(statement, ast.ClassDef | ast.FunctionDef):
                 raise Problem(
                     f"{statement.name} in {where}, cannot be defined: {reason}"

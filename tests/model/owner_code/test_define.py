@@ -97,7 +97,8 @@ def test_values_are_read_after_their_updates(lines: str, tmp_path: Path) -> None
     (tmp_path / "model.py").write_text(text, encoding="utf-8")
     weights = {"layer.weight": torch.ones(3, 4), "layer.bias": torch.ones(3)}
     request = Request(file=str(tmp_path / "model.py"), expression="Model")
-    assert build_model(request, weights).model.layer.out_features == 3
+    layer: Any = build_model(request, weights).model.layer
+    assert layer.out_features == 3
 
 
 def test_known_value_is_not_updated_again(tmp_path: Path) -> None:
