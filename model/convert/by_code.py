@@ -274,7 +274,7 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
             if config.has_state
             else "each token computes the sequence again"
         ),
-        "verified: a different last id changes no earlier logits",
+        "verified: different later ids change no earlier logits",
     ]
     if not facts["context_is_known"]:
         lines.append(

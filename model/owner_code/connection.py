@@ -174,10 +174,10 @@ class CodeProcess:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Random ids and the logits of the owner's model for them.
+    """Ids and the logits of the owner's model for them.
 
-    token_ids  two sequences (2, T)
-    logits     their logits (2, T, V)
+    token_ids  two sequences of random ids, and one of the first and last ids (3, T)
+    logits     their logits (3, T, V)
     changed    their logits after the last id of each was replaced
     long_ids   a longer sequence (1, L)
     late       logits (1, N, V) of the last positions of the longer sequence
@@ -202,8 +202,8 @@ def compare(
     longest: int = 0,
     timeout: float = START_SECONDS,
 ) -> Comparison:
-    """Run the owner's model on two sequences of `length` random ids below `rows`, and on one of up
-    to `longest` ids. `name` is the owner's code, for messages. Raises CodeError."""
+    """Run the owner's model on three sequences of `length` ids below `rows`, and on one of up to
+    `longest` ids. `name` is the owner's code, for messages. Raises CodeError."""
     options = {"rows": rows, "length": length, "longest": longest}
     job = Job("compare", asdict(request), options)
     with _running_job(name, job, weights) as process:

@@ -194,6 +194,9 @@ class LogitsObjective:
     name        the owner's code as FILE.py:EXPRESSION, for messages
     long_ids    a longer sequence (1, L); None if there is none
     late        logits (1, N, V) of its last positions
+    edge_ids    a sequence (1, T) of the first and last ids, which are often special; None if there
+                is none
+    edge        its logits (1, T, V)
     log_probs   True if the owner's code returns log-probabilities instead of logits
     assumed     sentence about values that only a default of the owner's code states; "" if none
     """
@@ -203,16 +206,21 @@ class LogitsObjective:
     logits: Tensor
     long_ids: Tensor | None = None
     late: Tensor | None = None
+    edge_ids: Tensor | None = None
+    edge: Tensor | None = None
     log_probs: bool = False
     assumed: str = ""
     distinct: ClassVar[int] = 1
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
         """The largest difference, of shape (1,); infinite if the difference is NaN. A quick effort
-        compares the short sequences, any other the end of the long one."""
+        compares the short sequences of random ids, a full one the end of the long sequence, and a
+        thorough one the sequence of the first and last ids."""
         token_ids, theirs = self.token_ids, self.logits
-        if effort != "quick" and self.long_ids is not None and self.late is not None:
+        if effort == "full" and self.long_ids is not None and self.late is not None:
             token_ids, theirs = self.long_ids, self.late
+        if effort == "thorough" and self.edge_ids is not None and self.edge is not None:
+            token_ids, theirs = self.edge_ids, self.edge
         logits = logits_of(open_gpt(built), token_ids, causal=causal)[:, -theirs.shape[1] :]
         if self.log_probs:
             logits = logits.log_softmax(dim=-1)

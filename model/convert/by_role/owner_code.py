@@ -26,15 +26,15 @@ from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24
-"""Length of each of the two sequences of ids. If the context length is smaller, the sequences have
-that length instead."""
+"""Length of each of the three sequences of ids. If the context length is smaller, the sequences
+have that length instead."""
 LONGEST, LONGEST_LOGITS = 2048, 2**26
-"""Maximum length of a third sequence, whose last logits show what the first ids do not, such as a
+"""Maximum length of a fourth sequence, whose last logits show what the first ids do not, such as a
 sliding window; and the maximum number of all its logits."""
 OF_TRAINING = ("step", "val_loss")
 """Fields that describe the training."""
 CAUSAL_TOLERANCE = 1e-3
-"""If a different last id changes the logits of earlier positions by at most this, the change is
+"""If different later ids change the logits of earlier positions by at most this, the change is
 attributed to rounding."""
 
 
@@ -117,7 +117,8 @@ def owner_logits(
     require_causal(code, float(difference.max()) if difference.numel() else 0.0)
     normalized = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
     return LogitsObjective(
-        *(str(code), token_ids, logits, found.long_ids, found.late),
+        *(str(code), token_ids[:2], logits[:2], found.long_ids, found.late),
+        *(token_ids[2:], logits[2:]),
         log_probs=normalized,
         assumed=assumed_defaults(code, found.kept),
     )
@@ -213,10 +214,10 @@ def assumed_defaults(code: OwnerCode, kept: Mapping[str, Any]) -> str:
 
 def require_causal(code: OwnerCode, difference: float) -> None:
     """Raise ConvertError if `difference`, the largest change in the logits of earlier positions
-    when the last id changes, is too large for a causal model."""
+    when later ids change, is too large for a causal model."""
     if difference > CAUSAL_TOLERANCE:
         raise ConvertError(
-            f"{code}: a different last id changes the logits of earlier positions (by up to "
+            f"{code}: different later ids change the logits of earlier positions (by up to "
             f"{difference:.3g}): the model has no causal mask, so it is not a GPT and cannot "
             "generate text"
         )

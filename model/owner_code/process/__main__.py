@@ -2,7 +2,7 @@
 
 FOLDER contains `request.json` (a `Job`) and, unless the job names another file,
 `weights.safetensors`. The program answers on the socket FD, in frames (`wire.py`). The answer to
-"compare" has random ids and their logits, followed by the logits after the last id was replaced,
+"compare" has ids and their logits, followed by the logits after the last id was replaced,
 and the attempt's own values (`Attempt.kept`); a second frame has a longer sequence of ids and the
 logits of its last positions. The answer to "measure" has the facts. `answer.py` describes the
 answers to "serve". If the owner's code fails, the answer is {"error": text}.

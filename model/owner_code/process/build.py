@@ -184,6 +184,10 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
             for name, value in vars(module).items():
                 if request.doubtful.get(name.lower(), value) != value:
                     attempt.keep(name, value)
+            given = attempt.values.keys() | attempt.over.keys() | attempt.kept.keys()
+            for name, default in read_defaults(file):
+                if name not in given and name.lower() not in given:
+                    attempt.keep(name, default)
             return Built(model.eval(), module, dataclasses.replace(attempt, names=names))
     said = str(problems[:3][-1])
     if flags := sorted(tried - request.said.keys()):
@@ -232,6 +236,12 @@ def arguments(
     Problem."""
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            for key, default in read_keys(name, made, module):
+                if key.lower() in attempt.over and key not in given:
+                    given[key] = attempt.over[key.lower()]
+                elif key not in given:
+                    attempt.keep(key, default)
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         attempt.asked.add(name.lower())
@@ -278,6 +288,41 @@ def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleT
         if isinstance(part, ast.ClassDef | ast.FunctionDef) and part.name == called
         for node in ast.walk(part)
     )
+
+
+def read_keys(
+    name: str, made: Callable[..., Any], module: types.ModuleType
+) -> Iterator[tuple[str, Any]]:
+    """The keys that a class or function reads from its parameter `**name`, with their defaults;
+    None if there is no constant default."""
+    called = getattr(made, "__name__", "")
+    for part in parse(Path(str(module.__file__))).body:
+        if not isinstance(part, ast.ClassDef | ast.FunctionDef) or part.name != called:
+            continue
+        for node in ast.walk(part):
+            match node:
+                case ast.Subscript(ast.Name(id), ast.Constant(str(key))) if id == name:
+                    yield key, None
+                case ast.Call(
+                    ast.Attribute(ast.Name(id), "get" | "pop"), [ast.Constant(str(key)), *rest]
+                ) if id == name:
+                    yield key, rest[0].value if rest and isinstance(rest[0], ast.Constant) else None
+
+
+def read_defaults(file: Path) -> Iterator[tuple[str, Any]]:
+    """The names that a file reads from a configuration with `getattr`, with their defaults, if
+    these are constants."""
+    for node in ast.walk(parse(file)):
+        match node:
+            case ast.Call(
+                ast.Name("getattr"),
+                [
+                    ast.Name(id=of) | ast.Attribute(attr=of),
+                    ast.Constant(str(name)),
+                    ast.Constant(default),
+                ],
+            ) if of.lower() in CONFIG_NAMES:
+                yield name, default
 
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:

@@ -13,7 +13,7 @@ place.
 import inspect
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ SEED = 0
 STATE_METHOD = "logits_and_state"
 LATE_POSITIONS = 4
 """Number of positions at the end of a long sequence whose logits are compared."""
+TOLERANCE = 1e-3
+"""Logits count as equal if they differ by at most this."""
 LONGEST_PASS = 5.0
 """After a pass that takes longer than this, in seconds, no longer sequence is tried."""
 
@@ -86,9 +88,10 @@ class Caller:
         return torch.stack(last, dim=1)[..., :rows].float().contiguous()  # (B, end - first, V)
 
     @torch.no_grad()
-    def width(self, token_ids: Tensor) -> int:
-        """The number of logits that the model returns for each position. Raises Problem."""
-        return self._candidates(token_ids, 1, seeded=True)[0].shape[-1]
+    def widths(self, token_ids: Tensor) -> list[int]:
+        """The sizes of the last axes of the tensors that may be logits, in the order in which the
+        model returns them. Raises Problem."""
+        return [found.shape[-1] for found in self._candidates(token_ids, 1, seeded=True)]
 
     def _returned(self, token_ids: Tensor, rows: int, *, seeded: bool) -> Tensor:
         """Call the model, and return the first tensor in its output whose last axis has `rows`
@@ -115,6 +118,7 @@ class Caller:
             tensor
             for tensor in tensors_in(returned)
             if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point()
+            if tensor.numel()
         ]
         if found:
             return found
@@ -164,9 +168,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for name in ("logits", *value):
-            if name in value:
-                yield from tensors_in(value[name])
+        for name in ("logits",) if isinstance(value.get("logits"), Tensor) else value:
+            yield from tensors_in(value[name])
     elif isinstance(value, tuple | list):
         for part in value:
             yield from tensors_in(part)
@@ -175,11 +178,34 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ids (2, T), their logits (2, T, rows), and the logits after the last id of each
-    sequence was replaced."""
-    token_ids = random_ids(2, length, rows)
-    changed = caller.logits(with_other_last_id(token_ids, rows), rows)
-    return token_ids, caller.logits(token_ids, rows), changed
+    """Ids (3, T), their logits (3, T, rows), and the logits after the last id of each sequence was
+    replaced. The first two sequences are random. The third has the first and the last ids of the
+    vocabulary, which are often special. Raises Problem."""
+    token_ids = torch.cat((random_ids(2, length, rows), first_and_last_ids(length, rows)))
+    logits = caller.logits(token_ids, rows)
+    require_logits(caller, token_ids, logits)
+    changed = caller.logits(with_other_ids(token_ids, rows, [-1]), rows)
+    return token_ids, logits, changed
+
+
+def require_logits(caller: Caller, token_ids: Tensor, logits: Tensor) -> None:
+    """Raise Problem if the output of the model for ids (B, T) cannot be logits, because it is
+    probabilities, or because the model's ids have the shape (T, B)."""
+    if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() <= TOLERANCE).all()):
+        raise Problem(
+            "its forward returns probabilities, but logits are needed: give a call that returns "
+            "logits, such as --code-call 'model(ids).log()'"
+        )
+    rows = logits.shape[-1]
+    others = caller.logits(with_other_ids(token_ids, rows, [0]), rows)
+    if difference(others[:, 1:], logits[:, 1:]) > 0 or token_ids.shape[1] == 1:
+        return  # logits depend on earlier ids
+    if difference(caller.logits(token_ids[1:], rows), logits[1:]) > TOLERANCE:
+        raise Problem(
+            "the logits of a position depend on the other sequences of the batch, but not on "
+            "earlier ids. If its forward takes ids of shape (T, B), give --code-call "
+            "'model(ids.T).transpose(0, 1)'"
+        )
 
 
 def compare_late(caller: Caller, rows: int, length: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -204,7 +230,19 @@ def random_ids(count: int, length: int, rows: int) -> Tensor:
     return torch.randint(0, rows, (count, length), generator=generator)
 
 
-def with_other_last_id(token_ids: Tensor, rows: int) -> Tensor:
-    other = token_ids.clone()
-    other[:, -1] = (other[:, -1] + 1) % rows
+def first_and_last_ids(length: int, rows: int) -> Tensor:
+    """Ids (1, length): the first ids below `rows` in the first half, the last ids in the second."""
+    half = length // 2
+    return torch.cat((torch.arange(half), torch.arange(half - length, 0)))[None] % rows
+
+
+def with_other_ids(token_ids: Tensor, rows: int, positions: Sequence[int]) -> Tensor:
+    """The ids (B, T) with another id at each of the positions."""
+    other, places = token_ids.clone(), torch.tensor(positions)
+    other[:, places] = (other[:, places] + 1) % rows
     return other
+
+
+def difference(first: Tensor, second: Tensor) -> float:
+    """The largest absolute difference; 0 for empty tensors."""
+    return float((first - second).abs().max()) if first.numel() else 0.0

@@ -48,17 +48,20 @@ def run_definitions(
     tree = parse(file)
     module = new_module(file, tree)
     names, needed = vars(module), needed_names(tree, expressions)
-    flags = future_flags(tree)
+    flags, unassigned = future_flags(tree), set[str]()
     for statement in tree.body:
         targets = defined(statement)
         if targets is None or not (targets & needed or "*" in targets):
             continue
+        if isinstance(statement, ast.AugAssign | ast.Expr) and targets & unassigned:
+            continue  # the known value is that after all updates
         try:
             code = compile(ast.Module([statement], []), str(file), "exec", flags, True)
             exec(code, names)
         except Exception as error:  # the owner's code may raise anything
             reason = f"{type(error).__name__}: {error}"
             where = f"{file.name}, line {statement.lineno}"
+            unassigned |= targets
             if isinstance(statement, ast.ClassDef | ast.FunctionDef):
                 raise Problem(
                     f"{statement.name} in {where}, cannot be defined: {reason}"
@@ -164,9 +167,9 @@ def future_flags(tree: ast.Module) -> int:
 
 
 def defined(statement: ast.stmt) -> set[str] | None:
-    """The names that a definition binds ("*" for `import *`). None if the statement is not a
-    definition but part of a script. A `try` or `if` that contains only definitions counts as a
-    definition."""
+    """The names that a definition binds or updates ("*" for `import *`). None if the statement is
+    not a definition but part of a script. A `try` or `if` that contains only definitions counts as
+    a definition."""
     match statement:
         case ast.ImportFrom(module="__future__"):
             return set()
@@ -178,6 +181,10 @@ def defined(statement: ast.stmt) -> set[str] | None:
             return bound(targets)
         case ast.AnnAssign(target=target, value=value):
             return set() if value is None else bound([target])
+        case ast.AugAssign(target=target):
+            return bound([target])
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "update"))):
+            return {name}
         case ast.Pass():
             return set()
         case ast.Try(body=body, orelse=other, handlers=handlers):

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from logitd.model.owner_code.process.call import (
     LONGEST_PASS,
     STATE_METHOD,
+    TOLERANCE,
     Caller,
+    difference,
     random_ids,
-    with_other_last_id,
+    require_logits,
+    with_other_ids,
     with_state,
 )
 from logitd.model.owner_code.process.define import PARENTS
@@ -32,9 +35,6 @@ LONGEST_TRIED = 4096
 TOKENS = 24
 """Length of the sequences whose logits are compared."""
 TIMED_TOKENS = 256
-TOLERANCE = 1e-3
-"""Largest allowed difference between the lens's logits after the last block and the model's
-logits."""
 PACKAGES = {"site-packages", "dist-packages"}
 PREFIXES = (sys.prefix, sys.base_prefix)
 PROGRAM = Path(__file__).resolve().parent
@@ -58,19 +58,23 @@ def measure(
     only_last = caller.length < length
     if not bool(logits.isfinite().all()):
         raise Problem("its logits for random ids are not finite")
-    changed = caller.logits(with_other_last_id(ids, rows), rows)
+    require_logits(caller, ids, logits)
+    half = max(1, length // 2)
+    later = (
+        (caller.logits(with_other_ids(ids, rows, range(start, length)), rows), start)
+        for start in (half, length - 1)
+    )
     noise = max(
         difference(*(caller.logits(ids, rows, seeded=False) for _ in range(2))),
         difference(caller.logits(ids, rows, seeded=False), logits),
     )
-    half = max(1, length // 2)
     stages = list(find_stages(caller, rows, min(8, context)))
     facts = {
         "rows": rows,
         "context_length": context,
         "context_is_known": context < LONGEST_TRIED or given is not None,
         "only_last": only_last,
-        "not_causal": difference(changed[:, :-1], logits[:, :-1]),
+        "not_causal": max(difference(out[:, :start], logits[:, :start]) for out, start in later),
         "not_deterministic": noise,
         "deterministic": noise == 0,
         "padding": max(
@@ -86,8 +90,9 @@ def measure(
 
 
 def vocabulary_rows(caller: Caller) -> int:
-    """The number of ids: the number of logits per position or the number of rows of the token
-    embedding, whichever is smaller. Raises Problem."""
+    """The number of ids: the number of rows of the token embedding or, if there is no embedding or
+    the model returns fewer logits, the number of logits per position. Raises Problem if several
+    tensors may be the logits."""
     rows = {
         f"{name}{INPUT}": module.num_embeddings
         for name, module in caller.model.named_modules()
@@ -101,8 +106,15 @@ def vocabulary_rows(caller: Caller) -> int:
         return value
 
     with visiting(caller.model, list(rows), note):
-        width = caller.width(torch.ones(1, 2, dtype=torch.long))
-    return min([width, *(rows[name] for name in called[:1])])
+        widths = caller.widths(torch.ones(1, 2, dtype=torch.long))
+    ids = rows[called[0]] if called else widths[0]
+    found = ids if max(widths) >= ids else widths[0]
+    if (several := widths.count(found)) > 1:
+        raise Problem(
+            f"its forward returns {several} tensors with {found} elements for each position, and "
+            "each may be the logits: name one, such as --code-call 'model(ids)[0]'"
+        )
+    return found
 
 
 def context_length(caller: Caller, rows: int, given: int | None) -> int:
@@ -132,11 +144,6 @@ def works(caller: Caller, rows: int, length: int) -> bool:
     except Problem:
         return False
     return True
-
-
-def difference(first: Tensor, second: Tensor) -> float:
-    """The largest absolute difference; 0 for empty tensors."""
-    return float((first - second).abs().max()) if first.numel() else 0.0
 
 
 def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | None:

@@ -158,6 +158,50 @@ class Bidirectional(Recurrent):
         return self.head(values + values.mean(1, keepdim=True))
 
 
+class Peeking(Recurrent):
+    """Not causal: the first 16 positions see each other."""
+
+    def forward(self, ids):
+        values = self.embed(ids)
+        values = torch.cat((values[:, :16] + values[:, :16].mean(1, True), values[:, 16:]), 1)
+        return self.head(self.gru(values)[0])
+
+
+class Probabilities(Recurrent):
+    def forward(self, ids):
+        return super().forward(ids).softmax(-1)
+
+
+class TimeFirst(Recurrent):
+    """Takes ids (T, B) and returns logits (T, B, V)."""
+
+    def forward(self, ids):
+        return super().forward(ids.T).transpose(0, 1)
+
+
+class TwoOutputs(Recurrent):
+    """Returns hidden states of another width before the logits."""
+
+    def __init__(self, vocab_size, width=WIDTH):
+        super().__init__(vocab_size, width)
+
+    def forward(self, ids):
+        hidden = self.gru(self.embed(ids))[0]
+        return hidden, self.head(hidden)
+
+
+class EqualOutputs(TwoOutputs):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, vocab_size)
+
+
+class WithoutLast(Recurrent):
+    """Returns no logits for the last position, which has no target."""
+
+    def forward(self, ids, targets):
+        return super().forward(ids)[:, :-1]
+
+
 class Noisy(Recurrent):
     """Dropout that eval() does not turn off."""
 

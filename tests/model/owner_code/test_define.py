@@ -89,6 +89,26 @@ def test_failed_import_is_reported_when_it_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "lines", ["width = 2\nwidth += 1", "sizes = {}\nsizes.update(width=3)\nwidth = sizes['width']"]
+)
+def test_values_are_read_after_their_updates(lines: str, tmp_path: Path) -> None:
+    text = f"{lines}\nfrom torch import nn\n{LAYER}{MODEL.replace('width=4', 'out=width')}"
+    text = text.replace("Layer(width, width)", "nn.Linear(4, out)")
+    (tmp_path / "model.py").write_text(text, encoding="utf-8")
+    weights = {"layer.weight": torch.ones(3, 4), "layer.bias": torch.ones(3)}
+    request = Request(file=str(tmp_path / "model.py"), expression="Model")
+    layer: Any = build_model(request, weights).model.layer
+    assert layer.out_features == 3
+
+
+def test_known_value_is_not_updated_again(tmp_path: Path) -> None:
+    """The value of the checkpoint is that after all updates."""
+    text = f"width = len(absent)\nwidth += 1\nfrom torch import nn\n{LAYER}{MODEL}"
+    text = text.replace("width=4", "size=width").replace("Layer(width, width)", "Layer(size, size)")
+    assert built(tmp_path, {"model.py": text}, width=3).out_features == 3
+
+
+@pytest.mark.parametrize(
     ("parameters", "body", "expression"),
     [
         ("config", "config.width", "Model"),

@@ -34,6 +34,32 @@ def test_hidden_states_are_not_taken_for_logits() -> None:
     assert torch.equal(Caller(model).logits(ids, VOCABULARY), model(ids)[1])
 
 
+def test_narrow_hidden_states_are_not_taken_for_logits() -> None:
+    assert measure(Caller(made("TwoOutputs")), FILE, context=8)["rows"] == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("EqualOutputs", r"2 tensors with 29 elements .* --code-call 'model\(ids\)\[0\]'"),
+        ("Probabilities", r"returns probabilities, .* --code-call 'model\(ids\).log\(\)'"),
+        ("TimeFirst", r"not on earlier ids.* --code-call 'model\(ids.T\).transpose\(0, 1\)'"),
+        ("WithoutLast", "contains no logits"),
+    ],
+)
+def test_output_that_cannot_be_logits_is_refused(kind: str, sentence: str) -> None:
+    with pytest.raises(Problem, match=sentence):
+        measure(Caller(made(kind)), FILE, context=32)
+
+
+def test_call_of_the_message_gives_logits() -> None:
+    caller = Caller(made("TimeFirst"), expression="model(ids.T).transpose(0, 1)")
+    ids = torch.arange(6).view(2, 3)
+    expected = made("Recurrent")(ids)
+    assert measure(caller, FILE, context=32)["padding"] < 1e-5
+    assert torch.allclose(caller.logits(ids, VOCABULARY), expected, atol=1e-6)
+
+
 def test_experts_that_see_some_tokens_are_no_stages() -> None:
     facts = measure(Caller(made("Mixture")), FILE)
     names = [stage["name"] for stage in facts["stages"]]
@@ -51,6 +77,7 @@ def test_model_that_returns_only_the_last_position_has_the_same_stages() -> None
 
 def test_facts_of_models_that_break_a_rule() -> None:
     assert measure(Caller(made("Bidirectional")), FILE, context=64)["not_causal"] > 1e-3
+    assert measure(Caller(made("Peeking")), FILE, context=64)["not_causal"] > 1e-3
     noisy = measure(Caller(made("Noisy")), FILE, context=64)
     assert not noisy["deterministic"]
     assert noisy["not_causal"] == 0  # each pass has the same seed

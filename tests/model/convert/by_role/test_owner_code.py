@@ -92,7 +92,7 @@ def test_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Modu
         write(DICTIONARY.replace("class GPT", "CAUSAL = False\n\n\nclass GPT")),
         mapped(book),
     )
-    sentence = r"a different last id changes the logits of earlier .* the model has no causal mask"
+    sentence = r"different later ids change the logits of earlier .* the model has no causal mask"
     with pytest.raises(ConvertError, match=rf"gpt\.py:GPT: {sentence}"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 

@@ -87,6 +87,16 @@ def test_long_sequence_ends_at_the_limit_of_the_model(longest: int, length: int)
     assert torch.equal(late, model(ids)[:, -4:, :7])
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1000, [0, 1, 997, 998, 999]), (3, [0, 1, 0, 1, 2])]
+)
+def test_compared_ids_include_the_first_and_the_last(rows: int, expected: list[int]) -> None:
+    model = nn.Sequential(nn.Embedding(rows, rows), Limited(5))
+    ids, logits, _ = compare(Caller(model), rows, 5)
+    assert ids[2].tolist() == expected
+    assert torch.equal(logits, model(ids))
+
+
 class Limited(nn.Module):
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -146,6 +156,16 @@ def test_parameter_without_a_default_gets_the_only_eps(write: Write, book: nn.Mo
     assert not {"eps", "norm_eps"} & said_in({"eps": 1e-8}, {}).keys()
 
 
+def test_keywords_that_the_class_reads_are_given(write: Write, book: nn.Module) -> None:
+    """The class once got none of them, and computed with its defaults."""
+    text = BY_NAMES.replace("n_head=4, n_layer=2, dropout=0.5", "**rest")
+    text = text.replace("n_head, n_layer", "rest.get('heads', 8), rest['n_layers']")
+    text = text.replace("dropout ==", "rest.pop('dropout', 0.1) ==")
+    code = write(text)
+    check_logits(code, book, {"n_heads": 4, "n_layers": 2})
+    assert kept_by(code, book, {"n_layers": 2})["heads"] == 8
+
+
 def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module) -> None:
     """The tensors show the width and the layers, but not the heads."""
     for text in (BY_NAMES, SMALL_DATACLASS):
@@ -158,6 +178,9 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
         assert assumed_defaults(code, kept_by(code, book, {}, n_head=4)) == ""
     code = write(DICTIONARY.replace('["n_heads"]', '.get("n_heads", 4)'))
     assert "of gpt.py:GPT: n_heads=4." in assumed_defaults(code, kept_by(code, book, {}))
+    code = write(DICTIONARY.replace('cfg["n_heads"]', "getattr(cfg, 'n_heads', 4)"))
+    assert "of gpt.py:GPT: n_heads=4." in assumed_defaults(code, kept_by(code, book, {}))
+    assert assumed_defaults(code, kept_by(code, book, SETTINGS)) == ""
     script = write(SCRIPT)
     assert assumed_defaults(script, kept_by(script, book, {})) == ""
 
@@ -169,7 +192,7 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
 )
 def test_class_is_made_with_known_arguments(code: str, write: Write, book: nn.Module) -> None:
     ids, _ = check_logits(write(code), book)
-    assert ids.shape == (2, 12)
+    assert ids.shape == (3, 12)
     assert not Path("training-has-begun").exists()
     assert not Path("overwritten.pt").exists()
 
@@ -341,11 +364,11 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     ),
     "a forward that fails": (
         DICTIONARY + "\n    def forward(self, ids):\n        raise RuntimeError('out of order')\n",
-        "GPT", r"its forward failed on ids of shape \[2, 12\]: RuntimeError: out of order",
+        "GPT", r"its forward failed on ids of shape \[3, 12\]: RuntimeError: out of order",
     ),
     "a forward that fails with a type error": (
         DICTIONARY + "\n    def forward(self, ids):\n        return ids + 'x'\n",
-        "GPT", r"its forward failed on ids of shape \[2, 12\]: TypeError: ",
+        "GPT", r"its forward failed on ids of shape \[3, 12\]: TypeError: ",
     ),
     "a forward without logits": (
         DICTIONARY + "\n    def forward(self, ids):\n        return ids\n", "GPT",

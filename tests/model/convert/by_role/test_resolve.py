@@ -134,6 +134,19 @@ def test_eps_of_the_code_overrules_the_settings() -> None:
     assert resolution.origins["norm_eps"] == "agrees with its class"
 
 
+def test_difference_at_special_ids_is_refused() -> None:
+    """The owner's code masked id 0, which is padding and is rare among random ids."""
+    scheme = SCHEMES["heads with biases"]
+    model, ids, edge_ids = scheme.model(), some_ids(2, 8), some_ids(1, 12)
+    tensors = mapped(model)
+    logits, edge = (given_logits(scheme, model, each) for each in (ids, edge_ids))
+    agreeing = LogitsObjective("its class", ids, logits, edge_ids=edge_ids, edge=edge)
+    assert "logits of its class" in resolve(tensors, findings(tensors), agreeing).verified
+    sentence = "the first and last ids of the vocabulary differ by 0.05.* --run-code"
+    with pytest.raises(ConvertError, match=sentence):
+        resolve(tensors, findings(tensors), replace(agreeing, edge=edge + 0.05))
+
+
 def test_difference_at_late_positions_is_refused() -> None:
     """A sliding window of the owner's code showed in no logits of the first 24 positions, and the
     import computed full attention."""
