@@ -111,9 +111,12 @@ async def _load_model(
 ) -> ServedModel | NotLoaded:
     source = settings.source
     name = source.served_name
-    if settings.history and (problem := _no_history(source.path, settings)) is not None:
-        return NotLoaded(name, problem)
-    path = checkpoint_of(source.path, settings.follow)
+    try:
+        if settings.history and (problem := _no_history(source.path, settings)) is not None:
+            return NotLoaded(name, problem)
+        path = checkpoint_of(source.path, settings.follow)
+    except OSError as error:
+        return NotLoaded(name, f"{error.filename} cannot be read: {error.strerror}")
     try:
         built = await asyncio.to_thread(build, settings.of(replace(source, path=path)))
         sandbox = await asyncio.to_thread(Sandbox, built.checkpoint.tokenizer)

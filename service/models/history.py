@@ -20,7 +20,7 @@ from logitd.model.plural import pluralize
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import SHUTTING_DOWN, AsyncEngine
 from logitd.service.engine.submission import EngineStopped
-from logitd.service.errors import bad_request, client_gone, queue_full
+from logitd.service.errors import bad_request, client_gone, queue_full, unavailable
 from logitd.service.models.reloader import Files, files_of
 
 REMEMBERED_SECONDS = 10.0
@@ -57,8 +57,12 @@ class History(Generic[Model]):
 
     def steps(self) -> dict[int, Path]:
         """The checkpoints by step, read from the folder each time, because the run may still be in
-        progress."""
-        return checkpoints_in(self._folder)
+        progress. Raises ApiError (503) if the folder cannot be read."""
+        try:
+            return checkpoints_in(self._folder)
+        except OSError as error:
+            message = f"the history {self._folder} cannot be read: {error.strerror}"
+            raise unavailable(message) from error
 
     async def open(self, step: int, caller: str) -> Model:
         """Return the model at a step, and keep it in memory until `close` is called for this use.

@@ -134,9 +134,9 @@ class Reloader:
     async def _swap(self, path: Path) -> bool:
         before = self._checkpoint
         checkpoint = await asyncio.to_thread(read_checkpoint, path)
-        if checkpoint.weights_sha256 == before.weights_sha256:
-            return False
         check_replacement(before, checkpoint)
+        if _is_same(before, checkpoint):
+            return False
         # Both are equal, but the old tokenizer has cached facts about its tokens, and the old shape
         # has the features of autoencoders.
         checkpoint = replace(checkpoint, tokenizer=before.tokenizer, shape=before.shape)
@@ -156,6 +156,12 @@ class Reloader:
             checkpoint.path, checkpoint.training.step, before.path, before.training.step,
         )  # fmt: skip
         return True
+
+
+def _is_same(before: CheckpointInfo, now: CheckpointInfo) -> bool:
+    """True if a checkpoint with the same shape and vocabulary gives the same replies."""
+    templates = [each.chat_template and each.chat_template.source for each in (before, now)]
+    return before.files == now.files and templates[0] == templates[1]
 
 
 def files_of(path: Path) -> Files:

@@ -2,6 +2,7 @@
 only that step."""
 
 import asyncio
+import errno
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from logitd.model.checkpoint.run_folder import HISTORY
+from logitd.service.application import lifespan
 from logitd.service.application.app import create_app
 from logitd.service.client.client import Client
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.submission import REPLACED
 from logitd.service.errors import ApiError
+from logitd.service.models import history
 from logitd.service.settings.serve import ServeSettings
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
 from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST
@@ -295,6 +298,33 @@ def test_history_needs_a_run_that_kept_steps(
             status, problem = server.state.status()
             assert status == "failed"
             assert reason in str(problem)
+    logged_errors.clear()
+
+
+def _refuse(folder: Path) -> dict[int, Path]:
+    raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+
+def test_unreadable_history_answers_503(
+    server: Serving, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "checkpoints_in", _refuse)
+    error = server.refused("/probs", {"prompt": "a", "step": 9}, 503)
+    assert error.message == f"the history {run / HISTORY} cannot be read: Permission denied"
+    assert server.client.get("/history").status_code == 503
+
+
+def test_unreadable_history_ends_the_start_with_a_reason(
+    run: Path, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
+) -> None:
+    """The server once stayed in the status loading, without a line in its log."""
+    monkeypatch.setattr(lifespan, "checkpoints_in", _refuse)
+    with serving_app(create_app(serve_settings(run, history=True))) as server:
+        eventually(server.state.settled.is_set)
+        assert server.state.status() == (
+            "failed",
+            f"{run / HISTORY} cannot be read: Permission denied",
+        )
     logged_errors.clear()
 
 

@@ -134,6 +134,27 @@ def test_reload_replaces_the_checkpoint(
     assert reloads(server, before) == {"swapped": 2}
 
 
+def test_reload_reads_the_settings_next_to_equal_weights(
+    run: Path, tmp_path: Path, logged_errors: list[str]
+) -> None:
+    """The server once replied that the checkpoint was already served, and kept the old settings."""
+    shutil.copytree(run / "step-1", tmp_path / "served")
+    path = tmp_path / "served" / "config.json"
+    with serving(tmp_path / "served", admin_key=ADMIN) as server:
+        config = json.loads(path.read_text())
+        config["tokenizer"]["chat_template"] = "{{ messages[0].content }}"
+        path.write_text(json.dumps(config))
+        assert reload(server).json()["swapped"]
+        assert not reload(server).json()["swapped"]
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        assert server.json("/v1/chat/completions", body)["usage"]["prompt_tokens"] == 1
+        config["model"]["norm_eps"] *= 2
+        path.write_text(json.dumps(config))
+        reply = reload(server)
+    assert (reply.status_code, "norm_eps" in reply.json()["error"]["message"]) == (409, True)
+    logged_errors.clear()
+
+
 def test_reload_without_a_name_serves_the_best(
     server: Serving, run: Path, before: dict[str, float]
 ) -> None:
