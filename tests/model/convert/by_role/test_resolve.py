@@ -373,7 +373,7 @@ def test_open_questions_write_a_draft(tmp_path: Path) -> None:
         read_by_role(recognize_file(file, RoleOptions(draft=draft)))
     text = draft.read_text(encoding="utf-8")
     assert 'qkv.weight = "transformer.h.{N}.attn.c_attn.weight"' in text
-    assert '# activation = "gelu" | "gelu_tanh" | "relu" | "relu2"  # open: ' in text
+    assert '# activation = "gelu" | "gelu_tanh" | "relu" | "silu" | "relu2"  # open: ' in text
     assert 'positions = "learned"  # transformer.wpe.weight is added' in text
 
 
