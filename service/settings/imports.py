@@ -11,6 +11,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from logitd.model.convert.by_role.computation import (
+    Activation,
     Computation,
     EmbeddingScale,
     GateOrder,
@@ -141,6 +142,9 @@ class ImportSettings(_Answers):
     """Settings of `logitd import`."""
 
     positions: Positions | None = Field(None, description="encoding of positions")
+    activation: Activation | None = Field(
+        None, description="activation of the feed-forward; swiglu is the SiLU of a gate"
+    )
     rotary_layout: RotaryLayout | None = Field(
         None, description="pairs of channels that rotate together: i and i + D/2, or 2i and 2i + 1"
     )

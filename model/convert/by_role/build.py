@@ -27,7 +27,14 @@ from torch import Tensor
 from logitd.model.convert.by_role import names as words
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.layers import module_name
-from logitd.model.convert.by_role.tensor_map import QKV, SEPARATE, MappedTensors, Part, Role
+from logitd.model.convert.by_role.tensor_map import (
+    QKV,
+    SEPARATE,
+    MappedTensors,
+    Part,
+    Role,
+    TensorMap,
+)
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.layouts import evens_first, fill_biases, source_rows
 from logitd.model.transformer.config import GPTConfig
@@ -35,7 +42,7 @@ from logitd.model.transformer.gpt import sinusoidal_table
 
 PARTS: tuple[Part, ...] = ("weight", "bias")
 COPIED = ("context_length", "norm", "norm_position", "norm_eps", "final_norm", "residual",
-          "rope_theta", "activation")  # fmt: skip
+          "rope_theta")  # fmt: skip
 """Fields of Computation that are copied to the GPTConfig."""
 UP: tuple[Role, ...] = ("mlp_up", "mlp_gate", "mlp_gate_up")
 
@@ -100,7 +107,8 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
         found.append("qk_norm is learned, but no tensor is such a norm")
     if how.norm == "rmsnorm" and mapped.has_bias("attention_norm", "mlp_norm", "final_norm"):
         found.append("norm is rmsnorm, but norms have biases")
-    if mapped.has_gate != (how.activation == "swiglu"):
+    gated = ("swiglu", "silu") if mapped.has_gate else ("swiglu",)
+    if mapped.has_gate != (how.activation in gated):
         gate = "a" if mapped.has_gate else "no"
         found.append(f"activation is {how.activation}, but the feed-forward has {gate} gate")
     if found:
@@ -146,8 +154,10 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
             "d_model": width,
             "d_ff": weights["blocks.0.mlp_down.weight"].shape[1],
             **{name: getattr(how, name) for name in COPIED},
+            "activation": "swiglu" if how.activation == "silu" else how.activation,
             "positions": how.positions if how.positions in ("rotary", "sinusoidal") else "learned",
             "bias": mapped.has_bias("attention_out", "mlp_down", *UP)
+            or _needs_ones(mapped, how)
             or (how.norm == "layernorm" and norm_bias),
             "qkv_bias": mapped.has_bias(*QKV),
             "qk_norm": how.qk_norm != "none",
@@ -243,7 +253,18 @@ def _layer(
                 f"residual stream is {width} wide: name the second matrix with --map"
             )
         weights["mlp_down.weight"] = torch.eye(size)
+    if _needs_ones(tensors.map, how):
+        up = weights["mlp_up.weight"]
+        bias = weights.get("mlp_up.bias", up.new_zeros(len(up)))
+        weights["mlp_up.weight"] = torch.cat((up, torch.zeros_like(up)))
+        weights["mlp_up.bias"] = torch.cat((bias, torch.ones_like(bias)))
     return weights
+
+
+def _needs_ones(mapped: TensorMap, how: Computation) -> bool:
+    """True if the feed-forward has the SiLU and no gate. It is computed as a gate of a part that is
+    always 1, because a GPTConfig has the SiLU only in a gate."""
+    return how.activation == "silu" and not mapped.has_gate
 
 
 def _stacked(
@@ -371,6 +392,8 @@ def _describe_folds(
             f"query and key rows scaled: their norms have eps {how.qk_norm_eps:g} in the source, "
             f"the other norms {how.norm_eps:g}"
         )
+    if _needs_ones(mapped, how):
+        yield "the SiLU without a gate computed as a gate of ones"
     if not mapped.has("attention_out"):
         yield "the identity as the output projection of attention: the source has none"
     if not mapped.has("mlp_down"):

@@ -8,8 +8,10 @@ weights.
 from dataclasses import dataclass
 from typing import Literal
 
-from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
+from logitd.model.transformer.config import Norm, NormPosition, Residual
 
+Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "silu", "swiglu"]
+"""An activation of a GPTConfig, or "silu", the SiLU without a gate."""
 ScoreScale = Literal["head_dim", "d_model", "none"]
 """Attention scores are divided by the square root of this width. With "none", they are not
 divided."""

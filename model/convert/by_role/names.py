@@ -203,7 +203,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
 exact GELU, as in torch. If an activation has several names, an export writes the first."""
 
 
-GATED = ("silu", "swish", "swiglu")
+SILU = ("silu", "swish")
+GATED = (*SILU, "swiglu")
 """Activations of a feed-forward with a gate, which are all the same."""
 
 TIED = re.compile(

@@ -423,7 +423,7 @@ class _File:
 
     def activation(self) -> Finding:
         has_gate = self.tensors.map.has_gate
-        known = words.GATED if has_gate else words.ACTIVATIONS
+        known = words.GATED if has_gate else (*words.ACTIVATIONS, *words.SILU)
         said = self.said("activation", of_type(str))
         if said is not None and said.values[0].lower() not in known:
             raise ConvertError(
@@ -447,8 +447,8 @@ class _File:
             origin = "the feed-forward has a gate; silu is the only activation of one known here"
             return Finding(("swiglu",), origin, said is None and not self._names_silu())
         if said is None:
-            return Finding(("gelu", "gelu_tanh", "relu", "relu2"), NOT_SAID, True)
-        return Finding((words.ACTIVATIONS[said.values[0].lower()],), said.origin)
+            return Finding(("gelu", "gelu_tanh", "relu", "silu", "relu2"), NOT_SAID, True)
+        return Finding((words.ACTIVATIONS.get(said.values[0].lower(), "silu"),), said.origin)
 
     def _names_silu(self) -> bool:
         """True if a tensor's name, a setting that is on or a setting's text names the activation of

@@ -61,10 +61,22 @@ def test_folds_are_exact_to_the_rounding_of_float64(name: str) -> None:
     assert largest_difference(logits_in_float64(built, ids), theirs) < 1e-10
 
 
+@pytest.mark.parametrize("name", ["book", "heads with biases", "no second matrix"])
+def test_silu_without_a_gate_is_a_gate_of_ones(name: str) -> None:
+    """No variant had it, so for a model with the SiLU a text could speak for GELU."""
+    scheme = replace(SCHEMES[name], how={**SCHEMES[name].how, "activation": "silu"})
+    model, ids = scheme.model(), some_ids()
+    built = built_from(scheme, model)
+    difference = largest_difference(our_logits(built, ids), given_logits(scheme, model, ids))
+    assert difference < 1e-5
+    assert any("a gate of ones" in fold for fold in built.folds)
+
+
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("book", {"activation": "gelu"}),
     ("book", {"activation": "relu"}),
     ("book", {"activation": "relu2"}),
+    ("book", {"activation": "silu"}),
     ("book", {"norm_position": "post"}),
     ("book", {"final_norm": False}),
     ("book", {"score_scale": "d_model"}),

@@ -111,10 +111,10 @@ def test_alternatives_have_their_difference_of_logits() -> None:
 
 
 def test_logits_that_no_variant_gives_are_refused() -> None:
-    """The model's activation is SiLU, which no variant has."""
+    """The model's activation is tanh, which no variant has."""
     scheme = SCHEMES["heads with biases"]
     model = scheme.model()
-    model.activation = torch.nn.functional.silu  # type: ignore[assignment]
+    model.activation = torch.tanh  # type: ignore[assignment]
     sentence = (
         r"no variant .* the logits of its class: the closest variant, .*--activation .* differs"
     )
@@ -269,7 +269,7 @@ def test_undecided_values_are_asked(trained: Trained) -> None:
     with pytest.raises(OpenQuestions, match=r"words\.txt does not distinguish") as refusal:
         resolve(tensors, given, objective)
     assert refusal.value.fields == ("activation",)
-    assert "--activation gelu|gelu_tanh|relu|relu2" in str(refusal.value)
+    assert "--activation gelu|gelu_tanh|relu|silu|relu2" in str(refusal.value)
 
 
 def test_given_answer_is_not_tried(trained: Trained) -> None:
@@ -349,8 +349,8 @@ def test_open_questions_stop_with_their_flags() -> None:
     assert set(refusal.value.fields) == set(asked)
     message = str(refusal.value)
     for flag in ("--n-head", "--norm-position pre|post", "--final-norm",
-                 "--activation gelu|gelu_tanh|relu|relu2", "--score-scale head_dim|d_model|none",
-                 "--check TEXT", "--code FILE.py:NAME"):  # fmt: skip
+                 "--activation gelu|gelu_tanh|relu|silu|relu2", "--check TEXT",
+                 "--score-scale head_dim|d_model|none", "--code FILE.py:NAME"):  # fmt: skip
         assert flag in message
 
 
@@ -373,7 +373,7 @@ def test_open_questions_write_a_draft(tmp_path: Path) -> None:
         read_by_role(recognize_file(file, RoleOptions(draft=draft)))
     text = draft.read_text(encoding="utf-8")
     assert 'qkv.weight = "transformer.h.{N}.attn.c_attn.weight"' in text
-    assert '# activation = "gelu" | "gelu_tanh" | "relu" | "relu2"  # open: ' in text
+    assert '# activation = "gelu" | "gelu_tanh" | "relu" | "silu" | "relu2"  # open: ' in text
     assert 'positions = "learned"  # transformer.wpe.weight is added' in text
 
 
