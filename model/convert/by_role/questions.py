@@ -359,13 +359,12 @@ class _File:
         return Finding(options, "there is no table of positions", True)
 
     def _rows_before_positions(self) -> int:
-        """Number of rows at the beginning of the table of positions that may belong to no position:
-        1 or 2 if the table has so many more than the settings' context or, if none is stated, 2 if
-        it has two more than a power of two; otherwise 0."""
-        rows, named = (
-            self.tensors.shape("positions")[0],
-            settings_of("context_length", self.settings),
-        )
+        """Number of rows at the beginning of the table of positions that may belong to no position.
+
+        If the settings state a context, it is the number of additional rows if that is 1 or 2.
+        Otherwise, it is 2 if the table has two rows more than a power of two. Else it is 0."""
+        rows = self.tensors.shape("positions")[0]
+        named = settings_of("context_length", self.settings)
         stated = {length for _, length in named if is_count(length)}
         if stated:
             more = rows - min(stated, key=lambda length: abs(rows - length))

@@ -34,8 +34,8 @@ def run(settings: ImportSettings) -> int:
     try:
         checkpoint = _imported(settings)
     except ConvertError as error:
-        answered = isinstance(error, OpenQuestions)  # by flags, whatever computes the model
-        if answered or settings.code is None or settings.by_code or not settings.source.exists():
+        has_flags = isinstance(error, OpenQuestions)  # flags answer its questions
+        if has_flags or settings.code is None or settings.by_code or not settings.source.exists():
             raise
         again = command("import", settings.source, settings.destination, *_flags(settings))
         raise ConvertError(f"{error}\n\n{BY_CODE}\n\n  {again} --run-code") from error

@@ -40,13 +40,18 @@ def save_steps(folder: Path, *steps: int) -> None:
         save_tiny_checkpoint(folder / f"step-{step}", tiny_gpt(seed=step), training=record)
 
 
+def run_with_steps(parent: Path, *steps: int) -> Path:
+    run = parent / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    save_steps(run, *steps)
+    return run
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three valid checkpoints, of which the first is the best, and damaged ones."""
-    folder = tmp_path_factory.mktemp("reloaded") / "run"
-    folder.mkdir()
-    (folder / "run.json").write_text("{}")
-    save_steps(folder, 1, 2, 3)
+    folder = run_with_steps(tmp_path_factory.mktemp("reloaded"), 1, 2, 3)
     point(folder, "best", 1)
     point(folder, "latest", 3)
     damage(folder)
@@ -219,10 +224,7 @@ def test_followed_checkpoint_is_served_once_its_copy_is_complete(
 ) -> None:
     """A copy of a run has its links before its checkpoints. The refused checkpoint was once not
     tried again."""
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text("{}")
-    save_steps(run, 1)
+    run = run_with_steps(tmp_path, 1)
     save_steps(tmp_path, 2)
     point(run, "best", 1)
     with serving(run, follow="best", follow_interval=0.02) as following:
@@ -240,10 +242,7 @@ def test_checkpoint_that_its_run_removes_during_loading_is_not_needed(
 ) -> None:
     """A run in training removes old checkpoints. The server once ended if it was just loading
     one."""
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text("{}")
-    save_steps(run, 1, 2)
+    run = run_with_steps(tmp_path, 1, 2)
     point(run, "best", 1)
 
     def prune(settings: ServeSettings) -> BuiltEngine:
@@ -260,10 +259,7 @@ def test_checkpoint_that_its_run_removes_during_loading_is_not_needed(
 def test_followed_checkpoint_is_loaded_again_if_its_files_change(tmp_path: Path) -> None:
     """Another run with a checkpoint of the same step may be copied over a followed run. The server
     once kept the old weights."""
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json").write_text("{}")
-    save_steps(run, 1)
+    run = run_with_steps(tmp_path, 1)
     save_steps(tmp_path, 2)
     point(run, "best", 1)
     with serving(run, follow="best", follow_interval=0.02) as following:
