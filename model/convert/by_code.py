@@ -33,7 +33,7 @@ from logitd.model.convert.by_role.owner_code import (
     require_one_eps,
     said_in,
 )
-from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN
+from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
 from logitd.model.convert.by_role.stated import setting
 from logitd.model.convert.foreign import (

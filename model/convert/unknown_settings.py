@@ -2,8 +2,8 @@
 
 A setting is known if a reader uses it, if the shapes of tensors show its effect, or if it belongs
 to training. The user is asked about every other number and flag, because a logit cap or a factor,
-for example, does not show in the names and shapes of tensors. The user is not asked about strings;
-`by_role/questions.py` reads the strings that describe the computation.
+for example, does not show in the names and shapes of tensors. The user is not asked about strings:
+the questions in `by_role` read those that describe the computation.
 """
 
 import re

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from logitd.model.convert.by_role.evidence import OF_SETTINGS
 from logitd.model.convert.by_role.finding import Finding, Findings
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.questions import OF_SETTINGS
 from logitd.model.convert.by_role.resolution import OpenQuestions, question
 from logitd.model.convert.by_role.stated import ANY_EPS, read_eps, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors

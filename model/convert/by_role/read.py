@@ -26,7 +26,8 @@ from logitd.model.convert.by_role.map_file import (
 )
 from logitd.model.convert.by_role.objective import CheckText, Objective, text_objectives
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits
-from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN, check_rotary_width, find
+from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN, check_rotary_width
+from logitd.model.convert.by_role.questions import find
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
 from logitd.model.convert.by_role.resolve import answer, resolve

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from logitd.model.convert.by_role.by_text import ByText
+from logitd.model.convert.by_role.evidence import OF_SETTINGS
 from logitd.model.convert.by_role.finding import FIELDS, Finding, Findings, without_unused
 from logitd.model.convert.by_role.objective import LogitsObjective, Objective, TextObjective
-from logitd.model.convert.by_role.questions import OF_SETTINGS
 from logitd.model.convert.by_role.resolution import (
     Alternative,
     OpenQuestions,

@@ -1,0 +1,77 @@
+"""Questions about norms: their kind, eps and place."""
+
+import torch
+
+from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.evidence import NOT_SAID, Evidence
+from logitd.model.convert.by_role.finding import CONVENTION, Finding
+from logitd.model.convert.by_role.stated import (
+    may_be_optimizers,
+    of_type,
+    read_eps,
+    setting,
+    states_rms,
+)
+from logitd.model.convert.by_role.tensor_map import Role
+
+NOT_POSITIVE = 0.25
+"""If more than this part of the norms' weights is not positive, they may be added to 1."""
+
+
+def norm(file: Evidence) -> Finding:
+    found = _norm_by_name(file)
+    if not _norms_are_around_zero(file):
+        return found
+    origin = (
+        f"{found.origin}; their weights are around 0, so the source may multiply by "
+        "1 + weight, which cannot be imported"
+    )
+    return Finding(found.values, origin, True)
+
+
+def _norms_are_around_zero(file: Evidence) -> bool:
+    roles: tuple[Role, ...] = ("attention_norm", "mlp_norm", "final_norm")
+    tensors = [tensor for role in roles if (tensor := file.tensors.get(role)) is not None]
+    return bool(tensors) and float((torch.cat(tensors) <= 0).float().mean()) > NOT_POSITIVE
+
+
+def _norm_by_name(file: Evidence) -> Finding:
+    mapped = file.tensors.map
+    if not mapped.has_norms:
+        return Finding(
+            ("rmsnorm", "layernorm"), "its norms have no weights, or there are none", True
+        )
+    rms = words.names_rms(mapped.name("attention_norm")) or states_rms(file.settings)
+    if mapped.has("attention_norm", "bias"):
+        origin = f"norms have biases{', but names say that they are RMS norms' if rms else ''}"
+        return Finding(("layernorm",), origin, rms)
+    if rms:
+        return Finding(("rmsnorm",), "its names contain rms")
+    return Finding(("layernorm", "rmsnorm"), "norms have no biases, so either is possible", True)
+
+
+def norm_eps(file: Evidence) -> Finding:
+    usual = Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
+    if norm(file).values == ("rmsnorm",):
+        usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+    found = file.said_or("norm_eps", read_eps, usual)
+    key = setting(file.settings, "norm_eps")[1]
+    if may_be_optimizers(key, file.settings) and not found.ambiguous:
+        origin = f"{found.origin} may be the optimizer's, whose settings are next to it"
+        return Finding(tuple(dict.fromkeys((*found.values, *usual.values))), origin, True)
+    return found
+
+
+def norm_position(file: Evidence) -> Finding:
+    said = file.said("norm_first", of_type(bool))
+    if said is None:
+        return Finding(("pre", "post"), NOT_SAID, True)
+    return Finding(("pre" if said.values[0] else "post",), said.origin)
+
+
+def final_norm(file: Evidence) -> Finding:
+    if file.tensors.map.has("final_norm"):
+        return Finding((True, False), "a norm behind the layers is in the file", True)
+    if not file.tensors.map.has_norms:
+        return Finding((True, False), "its norms have no weights", True)
+    return Finding((False,), "there is no norm behind the layers")
