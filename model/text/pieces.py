@@ -106,7 +106,7 @@ class SplitTime:
 
 
 class PieceEncoder:
-    """Encodes texts. Raises `re.error` for an invalid pattern.
+    """Encodes texts. Raises `re.error` or `regex.error` for an invalid pattern.
 
     tokens   UTF-8 bytes of the tokens and their ids; if `spaced`, each begins with a space
     """
@@ -117,9 +117,8 @@ class PieceEncoder:
         several = [word[1:] for word in self._ids if spaced and len(word.split()) > 1]
         self.is_known = pattern.removeprefix(whole_first(several)) in CUTS
         """True if the pattern is known to run in linear time."""
-        engine = regex if pattern == WORDS_AND_MARKS else re
+        engine = re if self.is_known and pattern != WORDS_AND_MARKS else regex
         self._cut = engine.compile(pattern)
-        self._bounded = None if self.is_known else regex.compile(pattern)
 
     def encode(self, text: str, at: int, split_time: SplitTime) -> list[int]:
         """The ids of a part of a text; the part begins at character `at` of the text. Raises
@@ -137,9 +136,7 @@ class PieceEncoder:
         return ids
 
     def _pieces(self, text: str, split_time: SplitTime) -> Iterator[re.Match[str]]:
-        if self._bounded is None:
-            return self._cut.finditer(text)
-        return split_time.cut(self._bounded, text)
+        return self._cut.finditer(text) if self.is_known else split_time.cut(self._cut, text)
 
     def _check_left_out(self, between: str, end: int) -> None:
         """Raise UnknownPiece unless the text between two pieces is empty or, with spaced words,

@@ -10,6 +10,7 @@ Ids stay the same unless the source leaves ids below the last ordinary token unu
 the gaps are closed, and `ForeignTokenizer.order` has the source's ids.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ MOST_TOKEN_BYTES = 2048
 """Maximum number of bytes of a token. The time to find a token's merges grows with the square of
 its length. Tokens of published vocabularies have at most 128 bytes."""
 
+_NESTED = re.compile(r"\[(?:\\.|[^\]\\])*(?:\[|&&)")
+"""A character class with another class in it, which `regex` reads as characters."""
 WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -414,10 +417,10 @@ def _word_cut(document: Mapping[str, Any], path: Path) -> str:
     removed = step.get("behavior") == "Removed" and step.get("invert") is True
     if step.get("type") == "Split" and removed and isinstance(pattern, dict):
         source = pattern.get("Regex")
-        if isinstance(source, str):
+        if isinstance(source, str) and not _NESTED.search(source):
             return from_oniguruma(source)
     raise ConvertError(
         f"{path} splits texts with {step.get('type')}; for a vocabulary of words, only "
-        f"{', '.join(WORD_CUTS)} and a Split that keeps the matches of a regular expression can be "
-        "imported"
+        f"{', '.join(WORD_CUTS)} and a Split that keeps the matches of a regular expression "
+        "(without nested character classes) can be imported"
     )

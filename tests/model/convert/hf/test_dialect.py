@@ -3,6 +3,7 @@ any text."""
 
 import pytest
 import regex
+import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
@@ -49,6 +50,8 @@ def test_regex_engines_differ() -> None:
         (r"^a$", r"\Aa\z", r"(?:(?<=\n)|\A)a(?=\n|\z)"),
         (r"[$^]\$\^[]$]", r"[$^]\$\^[]$]", r"[$^]\$\^[]$]"),
         (r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+"),
+        (r"\p{N}{2}?", r"\p{N}{2}", r"(?:\p{N}{2})?"),
+        (r"\p{N}{1,2}?", r"\p{N}{1,2}?", r"\p{N}{1,2}?"),
     ],
 )
 def test_patterns_are_rewritten(pattern: str, theirs: str, ours: str) -> None:
@@ -56,8 +59,56 @@ def test_patterns_are_rewritten(pattern: str, theirs: str, ours: str) -> None:
     assert from_oniguruma(pattern) == ours
 
 
+PLACES = st.sampled_from(("", "", r"\b", r"\B", "^", r"(?!\S)", r"(?<!\w)", r"(?=[\w'])"))
+ATOMS = st.sampled_from(
+    (
+        *(r"\w", r"\W", r"\s", r"\S", r"\d", r"\p{L}", r"\p{Lu}", r"[\w']", r"[^\w\s]", r"[^\W\d]"),
+        *(r"[^\r\n\p{L}]", ".", "a", "'", "ß", r"\n", "(?i:'s|'ll)", "(?i:[a-k])", "(?:ab|c)"),
+        *(r"[²\u00bc]", r"\x41", r"[\p{L}&&[^a]]", r"(?>\w+)"),
+    )
+)
+AT_LEAST_ONE = st.sampled_from(("", "+", "{1,2}", "{2}", "{1,2}?", "{1,2}+", "++", "{2,}", "{2,}+"))
+REPEATS = AT_LEAST_ONE | st.sampled_from(("*", "?", "{2}?", "{,2}", "?+", "{2}+", "{,2}+"))
+BRANCHES = st.lists(
+    st.tuples(PLACES, ATOMS, AT_LEAST_ONE, ATOMS, REPEATS, PLACES | st.just("$")).map("".join),
+    min_size=1,
+    max_size=3,
+)
+"""Alternatives, none of which matches an empty text: tiktoken cannot use such a pattern."""
+HARD = st.text(
+    st.sampled_from("aAsSßkK 12²½'\n\r\t._é\u200c\u200d\u0301हि\u094dſ\u212a"), max_size=12
+)
+
+
+@given(BRANCHES, HARD)
+@pytest.mark.hypothesis
+def test_translated_patterns_cut_the_same_pieces(branches: list[str], text: str) -> None:
+    """Guards against word characters, exact intervals and ends of lines that mean something else
+    in the other engine."""
+    pattern = "|".join([*branches, r"[\s\S]"])
+    for theirs, ours in ((pattern, from_oniguruma(pattern)), (to_oniguruma(pattern), pattern)):
+        split = pre_tokenizers.Split(Regex(theirs), "removed", invert=True)
+        pieces = [piece for piece, _ in split.pre_tokenize_str(text)]
+        assert tiktoken_pieces(ours, text, pieces) == pieces
+
+
+def tiktoken_pieces(pattern: str, text: str, pieces: list[str]) -> list[str]:
+    """The pieces of a text. Each of `pieces` is a token of the vocabulary."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += sorted({piece.encode() for piece in pieces} - {*tokens})
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    parts = encoding.decode_tokens_bytes(encoding.encode_ordinary(text))
+    return [part.decode(errors="replace") for part in parts]
+
+
 @pytest.mark.parametrize(
-    "pattern", ["(?s:.)", "(?m)a", "a(?i)b|c", "(?-i:a)", "a)", "[a", "(?P<n>a)"]
+    "pattern",
+    [
+        *("(?s:.)", "(?m)a", "a(?i)b|c", "(?-i:a)", "a)", "[a", "(?P<n>a)", r"\pL", r"\h", r"\<"),
+        *("[[:alpha:]]", "[a--b]", "[a~~b]", r"\p{Word}", r"[\x80-\xff]", "(?i:ss)", "(?i:ß)"),
+        *(r"(?i:\p{L})", r"(?i:\w)", "(?i:f(?:i))", r"(?i)a|\p{Lu}"),
+    ],
 )
 def test_untranslatable_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ConvertError):
