@@ -127,6 +127,7 @@ def prepare_text(
         "bytes": train.text_bytes + val.text_bytes,
         "train_bytes": train.text_bytes,
         "val_bytes": val.text_bytes,
+        "val_fraction": val_fraction,
         "train_tokens": train.count,
         "val_tokens": val.count,
         "built_in": text.built_in,

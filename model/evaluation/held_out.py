@@ -8,8 +8,9 @@ text, they come from the held-out part of that text. Only the needed part of a t
 
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from logitd.model.data.shards import DATA, Shard, open_shard
 from logitd.model.data.sources.document import Document
 from logitd.model.data.sources.files import documents_of_all, each_once, named_files
 from logitd.model.data.sources.python_text import python_text
-from logitd.model.data.split import lot
+from logitd.model.data.split import Split, lot, sides, split_text
 from logitd.model.data.vocabulary import encode, require_vocabulary, tokenizer_sha256
 from logitd.model.data.windows import Windows, validation_windows
 
@@ -43,7 +44,8 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> tu
     else:
         require_vocabulary(checkpoint.tokenizer, checkpoint.name)
         name, files = str(path), each_once(named_files(str(path)))
-        shard = _tokenized(documents_of_all(files, None), checkpoint, READ_BYTES)
+        pieces = (document.pieces() for document in documents_of_all(files, None))
+        shard = _tokenized(pieces, checkpoint, READ_BYTES)
         if not shard.count:
             raise DataError(f"{path} has no text: its files are empty")
     window = min(WINDOW, checkpoint.shape.context_length)
@@ -70,18 +72,38 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
             "the checkpoint has no held-out text, because it is not in a run directory and was not "
             "trained on Python's own text"
         )
-    known = data.get("val_bytes")
-    limit = min(at_most, known) if isinstance(known, int) else READ_BYTES
-    documents = sorted(python_text(Path(sysconfig.get_path("stdlib"))).documents, key=lot)
-    return "the validation part of Python's own text", _tokenized(documents, checkpoint, limit)
+    documents = python_text(Path(sysconfig.get_path("stdlib"))).documents
+    pieces = _held_out(documents, split_text(documents, _val_fraction(data)))
+    return "the validation part of Python's own text", _tokenized(pieces, checkpoint, at_most)
 
 
-def _tokenized(documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int) -> Shard:
-    """The tokens of the first `limit` bytes, as a shard in memory."""
+def _val_fraction(data: Mapping[str, Any]) -> float:
+    """The share of the text that a training held out. Raises DataError if its record lacks it."""
+    if isinstance(asked := data.get("val_fraction"), float):
+        return asked
+    held_out, whole = data.get("val_bytes"), data.get("bytes")  # before val_fraction was recorded
+    if not isinstance(held_out, int) or not isinstance(whole, int) or not 0 < held_out < whole:
+        raise DataError(
+            "the checkpoint does not record which share of Python's own text its training held "
+            "out: name a text with --data"
+        )
+    return held_out / whole
+
+
+def _held_out(documents: Iterable[Document], split: Split) -> Iterator[list[str]]:
+    """The pieces of each document's held-out part, if it has one."""
+    for document in sorted(documents, key=lot):
+        pieces = [piece for side, piece in sides(document, split) if side == "val"]
+        if pieces:
+            yield pieces
+
+
+def _tokenized(documents: Iterable[Iterable[str]], checkpoint: CheckpointInfo, limit: int) -> Shard:
+    """The tokens of the first `limit` bytes of documents, given as pieces, as a shard in memory."""
     tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
     try:
-        for document in documents:
-            for piece in document.pieces():
+        for pieces in documents:
+            for piece in pieces:
                 raw = piece.encode()[:limit]
                 limit -= len(raw)
                 whole = raw.decode(errors="ignore")

@@ -69,7 +69,7 @@ def test_only_whole_characters_of_the_first_bytes_are_read(
     checkpoint: CheckpointInfo, before: str
 ) -> None:
     document = text_document("long", before + "é" * 1000)
-    shard = module._tokenized([document], checkpoint, 1000)
+    shard = module._tokenized([document.pieces()], checkpoint, 1000)
     assert shard.count == 1000 - len(before)
 
 
@@ -151,15 +151,20 @@ def documents(val_fraction: float) -> list[bytes]:
     return [b"".join(pieces) for pieces in sorted_out]
 
 
-@pytest.mark.parametrize("val_fraction", [0.02, 0.1])
+@pytest.mark.parametrize("val_fraction", [0.001, 0.02, 0.1])
 def test_held_out_part_of_pythons_text_is_the_trainers(tmp_path: Path, val_fraction: float) -> None:
-    # The record of a checkpoint that held out little limits the bytes.
+    """A small share includes ends of documents that were trained on."""
     try:
         expected = documents(val_fraction)
     except DataError as reason:
         pytest.skip(str(reason))
     size = sum(map(len, expected))
-    data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": size}
+    data: dict[str, Any] = {
+        "name": "x",
+        "licence": "y",
+        "built_in": True,
+        "val_fraction": val_fraction,
+    }
     info = save_tiny_checkpoint(tmp_path / "python", training=training_record(data=data))
     name, windows = held_out_windows(info)
     assert name == "the validation part of Python's own text"
@@ -169,3 +174,10 @@ def test_held_out_part_of_pythons_text_is_the_trainers(tmp_path: Path, val_fract
             assert piece in whole
     shard = module.held_out_text(info, module.READ_BYTES)[1]
     assert shard.text_bytes == min(size, module.READ_BYTES)
+
+
+def test_record_without_a_share_is_refused(tmp_path: Path) -> None:
+    data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True}
+    info = save_tiny_checkpoint(tmp_path / "python", training=training_record(data=data))
+    with pytest.raises(DataError, match="does not record which share of Python's own text"):
+        held_out_windows(info)
