@@ -8,6 +8,7 @@ saves only its weights. Files from before torch 1.6, which are not zip archives,
 `read_plain_pickle` reads vocabularies.
 """
 
+import codecs
 import io
 import pickle
 import pickletools
@@ -18,7 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import ConvertError
@@ -30,13 +33,32 @@ PACKED_TIMES = 4
 """An archive may unpack to at most this many times its size, plus PICKLE_BYTES."""
 PICKLE_BYTES = 64 * 2**20
 """Maximum size of a plain pickle, in bytes. Character vocabularies are much smaller."""
+DEPTH = 4
+"""Collections nested more deeply are left as they are."""
+
+_OF_NUMPY: Mapping[str, Any] = {
+    **{
+        f"numpy.{core}.multiarray.scalar": np.float64().__reduce__()[0]
+        for core in ("core", "_core")
+    },
+    **{f"numpy.dtypes.{name}": getattr(np.dtypes, name) for name in np.dtypes.__all__},
+    "numpy.dtype": np.dtype,
+    "_codecs.encode": codecs.encode,
+}
+"""Functions that create NumPy's numbers. They run no code of the file."""
 
 
 class Attributes:
-    """Stands in for an object whose class is not imported. It has that object's attributes."""
+    """Stands in for an object whose class is not imported. It has that object's attributes, and the
+    arguments with which it was created (of a member of an `enum.Enum`, its value)."""
+
+    __slots__ = ("__dict__", "arguments")
+    arguments: tuple[Any, ...]
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
@@ -82,7 +104,7 @@ def read_pt(path: Path) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ConvertError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
     check_tensors(path, plain, archive)
-    return plain
+    return dict(_with_numbers(plain))
 
 
 def _archive(path: Path) -> Archive:
@@ -126,19 +148,42 @@ def _load_with_attributes(
     if names.holds_module or archive is None:
         raise _holds_code(path, names) from refused
     bags = {name: type("Attributes", (Attributes,), {}) for name in names.foreign}
+    known: list[Any] = [(read, name) for name, read in {**bags, **_OF_NUMPY}.items()]
     try:
-        with torch.serialization.safe_globals([(bag, name) for name, bag in bags.items()]):
+        with torch.serialization.safe_globals(known):
             return _load(path, archive)
     except Exception as error:
         raise _holds_code(path, names) from error
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
+    """The value with dictionaries and lists in place of `Attributes` and other collections."""
     if isinstance(value, Attributes):
-        value = dict(vars(value))
-    if depth < 4 and isinstance(value, Mapping):
+        alone = value.arguments[0] if len(value.arguments) == 1 else list(value.arguments)
+        value = vars(value) or (alone if value.arguments else {})
+    if depth < DEPTH and isinstance(value, Mapping):
         return {key: _plain(inner, depth + 1) for key, inner in value.items()}
+    if depth < DEPTH and isinstance(value, list | tuple):
+        return [_plain(inner, depth + 1) for inner in value]
     return value
+
+
+def _with_numbers(value: Any, depth: int = 0) -> Any:
+    """The value with Python's numbers in place of NumPy's, and of tensors without axes that are not
+    next to weights."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if depth < DEPTH and isinstance(value, list):
+        return [_with_numbers(inner, depth + 1) for inner in value]
+    if depth == DEPTH or not isinstance(value, dict):
+        return value
+    scalar = all(inner.dim() == 0 for inner in value.values() if isinstance(inner, Tensor))
+    return {
+        key: inner.item()
+        if scalar and isinstance(inner, Tensor)
+        else _with_numbers(inner, depth + 1)
+        for key, inner in value.items()
+    }
 
 
 def _holds_code(path: Path, names: PickledNames) -> ConvertError:

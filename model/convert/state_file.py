@@ -252,9 +252,9 @@ def collect_settings(
     contents: Mapping[Any, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
     """Collect the numbers, flags, strings and lists about layers in all nested dictionaries except
-    vocabularies and the optimizer's. If sections disagree, the section about the model takes
-    precedence. With `of_model_alone`, sections about training are skipped, except their parts about
-    the model."""
+    vocabularies and the optimizer's, and all lists in sections about the model. If sections
+    disagree, the section about the model takes precedence. With `of_model_alone`, sections about
+    training are skipped, except their parts about the model."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()
 
@@ -263,8 +263,8 @@ def collect_settings(
     ) -> None:
         for key, value in values.items():
             name = str(key)
-            per_layer = isinstance(value, list) and PER_LAYER.fullmatch(name.lower())
-            if isinstance(value, bool | int | float | str) or per_layer:
+            listed = isinstance(value, list) and (of_model or PER_LAYER.fullmatch(name.lower()))
+            if isinstance(value, bool | int | float | str) or listed:
                 if of_training:
                     continue
                 if name not in settings or (of_model and name not in strong):

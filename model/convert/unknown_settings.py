@@ -17,13 +17,16 @@ from logitd.model.convert.by_role.names import (
     SWIGLU_SETTING,
     TIED,
 )
+from logitd.model.convert.by_role.stated import as_number
 from logitd.model.convert.foreign import ConvertError
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
 COMPUTED = ("activation", "norm_first", "norm_eps", "rope_theta", "qk_norm", "qk_norm_eps")
 """Fields whose effect the tensors do not show."""
-_COMPUTED = frozenset(name for field in COMPUTED for name in SETTINGS[field])
-_UNSHOWN = _COMPUTED.union(*(SETTINGS[field] for field in ("n_head", "n_kv_head", "head_dim")))
+_UNSHOWN = frozenset(
+    name for field in (*COMPUTED, "n_head", "n_kv_head", "head_dim") for name in SETTINGS[field]
+)
+"""Names of settings whose effect the tensors do not show."""
 
 _SHAPE = (
     r"d_[kqv]|d_qkv|n_?params|"
@@ -84,8 +87,10 @@ PER_LAYER = re.compile(
 )
 """Names of lists that say how layers differ."""
 _KIND = re.compile(
-    r"(((self|causal)_)?(attn|attention)|residual|block|rope|rotary|norm|(mlp|ffn?|feed_forward)|"
-    r"qkv|gate)(_(type|kind|mode|class|variant|style|layout|order|format|layer))?|"
+    r"(((self|causal)_)?(attn|attention)(_mask)?|residual|block|rope|rotary|norm|"
+    r"(mlp|ffn?|feed_forward)|qkv|gate|softmax|mask|logits?|(token_)?mixer)"
+    r"(_(type|kind|mode|class|variant|style|layout|order|format|layer|impl(ementation)?|fn|"
+    r"function))?|(final|output|logits?|head)_(activation|act|fn|nonlinearity)|"
     r"(rope|rotary|attn|attention|softmax|score|logits?|emb|embed|embedding|embeddings)_"
     r"(scale|scaling)(_type)?|layout"
 )
@@ -117,21 +122,23 @@ logits as this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> dict[str, Any]:
-    """The numbers, flags and lists of unlike layers that are not understood and may change logits,
-    and texts about attention, blocks and rotary positions. Numbers equal to 0 are omitted, because
-    they usually turn a feature off. Recognition `by_role` understands the settings of COMPUTED. Any
-    other reader passes only the settings that it did not use, so those of COMPUTED are unknown,
-    even strings."""
-    known = _KNOWN if by_role else _KNOWN - _COMPUTED
+    """The numbers, flags, lists of them and lists of unlike layers that are not understood and may
+    change logits, and texts about attention, blocks and rotary positions. Numbers equal to 0 are
+    omitted, because they usually turn a feature off. Recognition `by_role` understands the settings
+    of COMPUTED and the number of heads. Any other reader passes only the settings that it did not
+    use, so these are unknown, even strings."""
+    known = _KNOWN if by_role else _KNOWN - _UNSHOWN
 
     def is_unknown(name: str, value: Any) -> bool:
+        if isinstance(value, list) and PER_LAYER.fullmatch(name):
+            return not all(map(_is_usual, value))
+        if isinstance(value, list):
+            return any(is_unknown(name, item) for item in value if not isinstance(item, str | list))
         if isinstance(value, str) and _KIND.fullmatch(name):
             return not _is_usual(value)
+        value = as_number(value)
         if isinstance(value, str):
-            return name in _COMPUTED - known
-        if isinstance(value, list):
-            per_layer = PER_LAYER.fullmatch(name) is not None
-            return per_layer and not all(map(_is_usual, value))
+            return name in _UNSHOWN - known
         return (
             isinstance(value, int | float)
             and (value is False or value != 0)

@@ -7,6 +7,7 @@ reads rotary positions, and `hf/tokenizer.py` reads tokenizers.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +221,15 @@ def _nanochat(settings: Settings) -> Shape:
     """The shape of a nanochat model from 2025, which lacks the parts that were added to nanochat
     later."""
     settings.reject_unless("attention_bias", (False,), "nanochat has no biases")
+    reject_part_of_a_head(settings)
     n_head, width = settings.integer("num_attention_heads"), settings.integer("hidden_size")
     sizes = read_sizes(settings, NANOCHAT, n_kv_head=n_head, head_dim=max(1, width // n_head))
     rope = read_rope(settings, head_dim=sizes["head_dim"], context_length=sizes["context_length"])
     key = "final_logit_softcapping"
     uncapped = settings.has(key) and settings.get(key) is None
+    if (scaling := rope["rope_scaling"]) is not None and scaling.kind == "yarn":
+        # transformers normalizes queries and keys after rotation, which removes yarn's factor.
+        rope["rope_scaling"] = replace(scaling, attention_factor=1.0)
     config = gpt2_shape(
         **sizes,
         norm="rmsnorm",

@@ -4,6 +4,7 @@ runs."""
 import argparse
 import collections
 import contextlib
+import enum
 import os
 import pickle
 import sys
@@ -81,6 +82,35 @@ def test_dictionaries_of_tensors_and_plain_values_are_read(old: bool, tmp_path: 
     assert loaded == {"step": 3, "nested": {"list": [1, "x", None], "flag": True}}
 
 
+class Activation(enum.Enum):
+    GELU = "gelu"
+
+
+def test_numbers_of_libraries_and_members_of_enums_are_read(tmp_path: Path) -> None:
+    """Guards against settings that vanish because NumPy or a class of the owner created them."""
+    settings = {
+        "cap": np.float32(2.5),
+        "window": np.int64(8),
+        "causal": np.bool_(True),
+        "scale": torch.tensor(0.5),
+        "windows": (np.int64(8), None),
+        "activation": Activation.GELU,
+    }
+    checkpoint = {"model": {**STATE, "gain": torch.ones(())}, "args": settings}
+    loaded = read_pt(saved(tmp_path / "m.pt", checkpoint | {"loss": torch.tensor(2.0)}))
+    assert loaded["args"] == {
+        "cap": 2.5,
+        "window": 8,
+        "causal": True,
+        "scale": 0.5,
+        "windows": [8, None],
+        "activation": "gelu",
+    }
+    assert type(loaded["args"]["cap"]) is float
+    assert loaded["loss"] == 2.0
+    assert isinstance(loaded["model"]["gain"], torch.Tensor)
+
+
 def test_new_pickle_protocol_is_not_reported_as_code(tmp_path: Path) -> None:
     torch.save({"model": STATE}, tmp_path / "m.pt", pickle_protocol=3)
     assert_is_state(read_pt(tmp_path / "m.pt")["model"])
@@ -93,7 +123,7 @@ def test_new_pickle_protocol_is_not_reported_as_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "values"),
     [
-        (OwnConfig(), {"n_embd": 32, "inner": {"heads": 4}, "names": ("x",)}),
+        (OwnConfig(), {"n_embd": 32, "inner": {"heads": 4}, "names": ["x"]}),
         (argparse.Namespace(n_head=2, lr=0.1), {"n_head": 2, "lr": 0.1}),
         (types.SimpleNamespace(n_head=2), {"n_head": 2}),
         (collections.OrderedDict(n_head=2), {"n_head": 2}),
@@ -316,8 +346,13 @@ def test_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_only_plain_pickles_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "meta.pkl"
-    value = {"stoi": {"a": 0}, "list": [1, 2.5, None, True, b"x", ("t",)], "set": {3}}
+    value: dict[str, Any] = {
+        "stoi": {"a": 0},
+        "list": [1, 2.5, None, True, b"x", ("t",)],
+        "set": {3},
+    }
     path.write_bytes(pickle.dumps(value))
+    value["list"] = [1, 2.5, None, True, b"x", ["t"]]
     assert read_plain_pickle(path) == value
     for hostile in (Exploding(os.mkdir, ("exploded",)), Exploding(exec, ("open('exploded','w')",))):
         path.write_bytes(pickle.dumps({"stoi": {}, "x": hostile}))

@@ -38,6 +38,10 @@ ANSWERS: dict[str, Any] = {
         ("rope_dim", 32), ("layer_types", ["sliding_attention"]), ("window_sizes", [128, 256]),
         ("qkv_order", "kqv"), ("qkv_layout", "interleaved"), ("norm_type", "rmsnorm_1p"),
         ("embed_scale", "sqrt"), ("mlp_type", "geglu"), ("layout", "parallel"),
+        # A number as a text, lists of numbers, and texts about one part of attention.
+        ("softcap", "30.0"), ("alibi_slopes", [0.5, 0.25]), ("residual_scale", [1, 0.5]),
+        ("attn_impl", "alibi"), ("softmax", "entmax"), ("attention_fn", "relu"),
+        ("mask", "prefix"), ("final_activation", "tanh"), ("mixer", "mamba"),
     ],
 )  # fmt: skip
 def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:
@@ -61,6 +65,8 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("use_mqa", False),
         ("norm_bias", False), ("use_layer_norm", True), ("deterministic", True), ("pos_emb", True),
         ("pretraining_tp", 1), ("partial_rotary_factor", 1.0), ("use_sliding_window", False),
+        ("betas", [0.9, 0.95]), ("lr", "3e-4"), ("attn_impl", "flash_attention_2"),
+        ("mask", "causal"), ("eos_token_id", [1, 2]), ("targets", ["q", "v"]),
         ("norm_type", "pre"), ("norm", "nn.LayerNorm"), ("ffn", "swiglu"), ("qkv_order", "qkv"),
     ],
 )  # fmt: skip
@@ -80,7 +86,10 @@ def test_flag_is_known_by_role(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("activation", "relu"), ("rope_theta", 5e4), ("qk_norm", True), ("norm_eps", 1e-3)],
+    [
+        *(("activation", "relu"), ("rope_theta", 5e4), ("qk_norm", True), ("norm_eps", 1e-3)),
+        *(("num_attention_heads", 2), ("head_dim", 8)),  # of GPT-2 and GPT-NeoX
+    ],
 )
 def test_unused_setting_of_a_computation_is_unknown_except_by_role(name: str, value: Any) -> None:
     assert unknown_settings({name: value}) == {name: value}

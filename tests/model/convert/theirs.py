@@ -59,6 +59,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "nanochat": {"hidden_size": 48},
     "nanochat-tied": {"tie_word_embeddings": True, "final_logit_softcapping": None},
+    "nanochat-yarn": {  # norms after rotation undo yarn's factor of queries and keys
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+    },
     "gpt_neox": {},
     "gpt_neox-sequential": {"use_parallel_residual": False, "hidden_act": "gelu_fast"},
     "gpt_neox-tied": {"tie_word_embeddings": True, "hidden_act": "relu"},

@@ -85,14 +85,14 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
         (["a"], r"pytorch_model\.bin holds a list, not a dictionary"),
         ({"model": {"a": torch.ones(1)}}, r"pytorch_model\.bin contains 'model' of type dict"),
         ({3: torch.ones(1)}, r"pytorch_model\.bin contains 3 of type Tensor"),
-        ({"a": Path("x")}, r"pytorch_model\.bin contains 'a' of type dict"),
+        ({"a": Path("x")}, r"pytorch_model\.bin contains 'a' of type str"),
         (torch.nn.Linear(2, 2), r"pytorch_model\.bin is a whole pickled module"),
     ],
 )
 def test_pickles_of_anything_else_are_refused(
     gpt2_folder: Path, tmp_path: Path, state: Any, sentence: str
 ) -> None:
-    """A pickled object is read as a dictionary of its attributes, and none of its code runs."""
+    """A pickled object is read as its attributes or arguments, and none of its code runs."""
     folder = shutil.copytree(gpt2_folder, tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
@@ -308,6 +308,25 @@ def test_old_form_of_scaled_positions_is_equivalent(
         stretched = loaded(tmp_path / "stretched")[0].config.rope_scaling
         assert stretched is not None
         assert stretched.original_context_length == 24
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        ("nanochat", {"partial_rotary_factor": 0.5}, "only rotation of whole heads"),
+        ("gpt2", {"num_attention_heads": 2}, "not understood.* num_attention_heads 2"),
+        ("gpt_neox", {"head_dim": 8}, "not understood.* head_dim 8"),
+    ],
+)
+def test_settings_that_transformers_reads_otherwise_are_refused(
+    tmp_path: Path, family: str, values: dict[str, Any], message: str
+) -> None:
+    """transformers rotates whole heads of nanochat, and these two keys overrule GPT-2's and
+    GPT-NeoX's own."""
+    save_theirs(tmp_path / "theirs", family)
+    edit(tmp_path / "theirs" / "config.json", **values)
+    with pytest.raises(ConvertError, match=message):
+        import_model(tmp_path / "theirs", tmp_path / "ours")
 
 
 def test_numbers_beyond_the_dtype_are_refused(llama_folder: Path, tmp_path: Path) -> None:
