@@ -9,7 +9,6 @@ import hmac
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from logitd.model.files import read_text
+from logitd.service.access.held import held
 from logitd.service.access.key_limits import KeyLimit, KeyLimits
 from logitd.service.errors import LIMIT, ApiError
 
@@ -124,14 +124,13 @@ class ApiKeyCheck:
             await self._limited(name, scope, receive, send)
 
     async def _limited(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(self._ring.limits.request(name))
-            except ApiError as error:
-                scope.setdefault("state", {})[LIMIT] = error.limit
-                await error.response()(scope, receive, send)
-            else:
-                await self._app(scope, receive, send)
+        try:
+            held(scope).enter_context(self._ring.limits.request(name))
+        except ApiError as error:
+            scope.setdefault("state", {})[LIMIT] = error.limit
+            await error.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def counts(method: str, path: str) -> bool:

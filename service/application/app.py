@@ -24,6 +24,7 @@ from fastapi.staticfiles import StaticFiles
 from logitd.model.version import VERSION
 from logitd.service import errors
 from logitd.service.access.auth import ApiKeyCheck, is_public, read_api_keys
+from logitd.service.access.held import ReleaseHeld
 from logitd.service.access.hosts import HostCheck, host_check
 from logitd.service.application import docs
 from logitd.service.application.lifespan import live
@@ -97,6 +98,7 @@ def _add_middleware(
     app.add_middleware(HeadAsGet)
     if state.keys.names:
         app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
+    app.add_middleware(ReleaseHeld)
     app.add_middleware(HostCheck, **host_check(state.settings))
     app.add_middleware(BugAnswer)
     if state.settings.cors_origins:

@@ -2,9 +2,9 @@
 
 From the outermost to the innermost: `RequestLog` (request id, metrics, trace, log line, size limit
 of the headers), CORS if enabled, `BugAnswer` (the reply to an unexpected exception; inside CORS, so
-that a browser can read it), `HostCheck` (`service/access/hosts.py`), `ApiKeyCheck`
-(`service/access/auth.py`) and `HeadAsGet`. None uses Starlette's BaseHTTPMiddleware, which would
-hide disconnects and make streams several times slower.
+that a browser can read it), `HostCheck` (`service/access/hosts.py`), `ReleaseHeld`
+(`service/access/held.py`), `ApiKeyCheck` (`service/access/auth.py`) and `HeadAsGet`. None uses
+Starlette's BaseHTTPMiddleware, which would hide disconnects and make streams several times slower.
 """
 
 import logging

@@ -11,6 +11,7 @@ generator never waits, and ends a reply that the client does not read.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import orjson
@@ -84,9 +85,9 @@ async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 class StreamedResponse(Response):
     """Writes each piece of an async iterator as soon as the iterator yields it.
 
-    on_end         is called exactly once: after the last piece, when the client has left, or when
-                   the client has not read a piece for `write_timeout` seconds. It must stop the
-                   source of the iterator
+    on_end         is called exactly once: before the end of the body is sent, when the client has
+                   left, or when the client has not read a piece for `write_timeout` seconds. It
+                   must stop the source of the iterator
     waits          True if the iterator waits before each piece, so that other tasks run in between
     """
 
@@ -105,7 +106,8 @@ class StreamedResponse(Response):
         self._sending_since: float | None = None
         self._unread = False
         self._watch: asyncio.TimerHandle | None = None
-        self._on_end = on_end
+        self._ended = ExitStack()
+        self._ended.callback(on_end)
         self._write_timeout = write_timeout
         self.status_code = 200
         self.media_type = media_type
@@ -129,7 +131,7 @@ class StreamedResponse(Response):
             # Too late for an error status. The client sees that the body is incomplete.
             logger.warning("a reply was broken off: %s", as_api_error(error).message)
         finally:
-            self._on_end()
+            self._ended.close()
             if self._watch is not None:
                 self._watch.cancel()
             writing.cancel()
@@ -144,14 +146,20 @@ class StreamedResponse(Response):
                 "headers": self.raw_headers,
             }
         )
+        more = True
         async for piece in self._pieces:
-            await self._send_body(send, piece, more=True)
+            # A client may send its next request when it has read DONE.
+            more = self.media_type != MEDIA_TYPE or not piece.endswith(DONE)
+            await self._send_body(send, piece, more=more)
             if not self._waits:
                 # If `send` never suspended, a disconnect would go unnoticed.
                 await asyncio.sleep(0)
-        await self._send_body(send, b"", more=False)
+        if more:
+            await self._send_body(send, b"", more=False)
 
     async def _send_body(self, send: Send, piece: bytes, *, more: bool) -> None:
+        if not more:
+            self._ended.close()
         self._sending_since = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": piece, "more_body": more})
         self._sending_since = None

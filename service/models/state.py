@@ -3,13 +3,14 @@ draining or failed) and its models (`served.py`). Routes get it as a FastAPI dep
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.service.access.auth import NO_KEY, ApiKeys, KeyRing, read_api_keys
+from logitd.service.access.held import held
 from logitd.service.access.key_limits import KeyLimit
 from logitd.service.engine.driver import StepReport, StepThread
 from logitd.service.errors import unavailable
@@ -148,13 +149,11 @@ async def service_state(request: Request) -> ServiceState:
 State = Annotated[ServiceState, Depends(service_state)]
 
 
-async def model_choice(request: Request, state: State) -> AsyncIterator[ModelChoice]:
-    """Provide the models that a request can choose from."""
+async def model_choice(request: Request, state: State) -> ModelChoice:
+    """The models that a request can choose from."""
     choice = ModelChoice(state.ready(), request)
-    try:
-        yield choice
-    finally:
-        choice.close()
+    held(request.scope).callback(choice.close)
+    return choice
 
 
 Ready = Annotated[ModelChoice, Depends(model_choice)]

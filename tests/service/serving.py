@@ -19,6 +19,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from starlette.responses import StreamingResponse
+from starlette.types import Message
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint, save_checkpoint
 from logitd.model.checkpoint.load import empty_gpt
@@ -223,6 +224,42 @@ def held_loading() -> Iterator[threading.Event]:
             yield gate
         finally:
             gate.set()
+
+
+def statuses_in_a_row(server: Serving, path: str, *bodies: Any, **headers: str) -> list[int]:
+    """The statuses of POST requests to the application itself. It receives each one when it sends
+    the message that ends the reply before it, which is earlier than any client could send it."""
+    statuses: list[int] = []
+    fields = {"Host": "127.0.0.1", "Content-Type": "application/json", **headers}
+
+    async def ask(body: Any, *others: Any) -> None:
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        ended = False
+
+        async def receive() -> Message:
+            return messages.pop() if messages else await asyncio.Future()
+
+        async def send(message: Message) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            elif not ended and (
+                not message.get("more_body") or message["body"].endswith(b"data: [DONE]\n\n")
+            ):
+                ended = True
+                if others:
+                    await ask(*others)
+
+        scope = {
+            "type": "http", "method": "POST", "scheme": "http", "http_version": "1.1",
+            "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in fields.items()],
+            "server": ("127.0.0.1", server.port), "client": ("127.0.0.1", 1),
+        }  # fmt: skip
+        await server.app(scope, receive, send)
+
+    asyncio.run_coroutine_threadsafe(ask(*bodies), server.loop).result(TEST_TIMEOUT)
+    return statuses
 
 
 def error_of(response: httpx.Response, status: int = 400) -> ErrorDetail:

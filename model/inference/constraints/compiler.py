@@ -42,7 +42,7 @@ import numpy as np
 
 from logitd.model.inference.constraints.heap import Heap
 from logitd.model.inference.constraints.json_bounds import bounded
-from logitd.model.inference.constraints.json_schema import enforceable
+from logitd.model.inference.constraints.json_schema import check_combined_multiples, enforceable
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -297,6 +297,7 @@ def _grammar(source: Source, *, looks_ahead: bool) -> str:
             lark = source.text
         case "json_schema":
             schema = bounded(enforceable(json.loads(source.text)))
+            check_combined_multiples(schema)
             schema["x-guidance"] = JSON_LAYOUT
             if looks_ahead:
                 return json.dumps({"grammars": [{"json_schema": schema}]})
@@ -308,17 +309,16 @@ def _grammar(source: Source, *, looks_ahead: bool) -> str:
 
 
 def _quoted(expression: str) -> str:
-    """Escape a regular expression for use between slashes. Raises ConstraintError if it ends with a
-    lone backslash, which would escape the closing slash."""
-    if (len(expression) - len(expression.rstrip("\\"))) % 2:
-        raise ConstraintError("the expression ends with a backslash that escapes nothing")
-    plain = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
-    parts = re.findall(r"\\.|.", expression, flags=re.DOTALL)
-    return "".join(plain.get(part[-1], part) for part in parts)
+    """Escape a regular expression for use between slashes. White space stays as it is, because it
+    separates and ends comments in verbose mode. A backslash before a line break or the end would
+    change the meaning of what follows. It is valid only in a comment, so it becomes an escape that
+    is invalid outside of comments."""
+    plain = {"/": r"\/", "\\": r"\y"}
+    return re.sub(r"\\[^\n]|[\\/]", lambda match: plain.get(match[0], match[0]), expression)
 
 
 def _check_lark(text: str) -> None:
-    bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", text)  # without strings
+    bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', "", text)  # without strings
     if "%json" in bare:
         raise ConstraintError("%json is not supported in a grammar: use the field json_schema")
     if named := re.search(r"<[^>\n]*>", bare):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from logitd.model.inference.constraints.json_schema import ANNOTATIONS, BY_NAME
+from logitd.model.inference.constraints.json_schema import ANNOTATIONS, BY_NAME, CHOOSES
 
 MAX_STRING = 256
 MAX_NAME = 64
@@ -23,7 +23,6 @@ LARGEST = 10**15
 DECIMALS = 9
 DEPTH = 3
 
-CHOOSES = ("$ref", "anyOf", "oneOf")
 GIVEN = ("enum", "const")
 WITH_SCHEMAS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
 """Keywords that hold a schema or a list of schemas."""
@@ -139,12 +138,23 @@ def _number_bounds(schema: Schema, *, integers: bool) -> dict[str, Any]:
         bounds["minimum"] = -LARGEST
     if not highs and all(low < LARGEST for low in lows):
         bounds["maximum"] = LARGEST
-    step = 10.0**-DECIMALS
-    coarse = all(float(f"{bound:.{DECIMALS}f}") == bound for bound in lows + highs)
+    decimals = _decimals(schema)
+    step = 10.0**-decimals
+    coarse = all(float(f"{bound:.{decimals}f}") == bound for bound in lows + highs)
     wide = not lows or not highs or min(highs) - max(lows) > 2 * step or min(highs) == max(lows)
     if not integers and "multipleOf" not in schema and coarse and wide:
         bounds["multipleOf"] = step
     return bounds
+
+
+def _decimals(schema: Schema) -> int:
+    """Number of decimals with which no number, as a float, rounds to an exclusive bound."""
+    bounds = [schema[key] for key in ("exclusiveMinimum", "exclusiveMaximum") if key in schema]
+    for decimals in range(DECIMALS, 0, -1):
+        step = 10.0**-decimals
+        if all(bound - step < bound < bound + step for bound in bounds):
+            return decimals
+    return 0
 
 
 def _array_bounds(schema: Schema, inner: Schema) -> dict[str, Any]:

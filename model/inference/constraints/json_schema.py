@@ -4,6 +4,9 @@ llguidance enforces the keywords below (draft 2020-12), refuses other keywords t
 ignores unknown keywords. This module refuses unknown keywords too, because they may be misspelled
 or belong to another dialect. It also refuses a minProperties that repeated names could satisfy.
 
+llguidance 1.9.1 reads numbers as 64-bit floats, not always the nearest ones, and computes multiples
+with 32 bits. This module refuses the numbers that it would change.
+
 Strings have no escapes except NAMED_CONTROLS, `\"` and `\\` (`JSON_LAYOUT` in
 `model/inference/constraints/compiler.py`), so other control characters cannot be written.
 llguidance 1.9.1 drops them silently; this module refuses texts that need them. In llguidance a
@@ -11,8 +14,11 @@ character class with all control characters also matches a bare quote and backsl
 removed from negated classes, and other classes that could hold all control characters are refused.
 """
 
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from logitd.model.inference.errors import ConstraintError
@@ -34,15 +40,24 @@ ANNOTATIONS = {
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords whose value maps names to schemas."""
 
+CHOOSES = ("$ref", "anyOf", "oneOf")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+LARGEST_NUMBER = 2**63 - 1
+LARGEST_EXCLUSIVE = 2**53 - 1
+"""A 64-bit float represents every integer up to this number, and its successor."""
+MULTIPLES = 2**16
+"""Two numbers below this one have a product of 32 bits."""
+
 NAMED_CONTROLS = "\b\t\n\f\r"
 
 TOKEN = re.compile(
     r"\\(?:[xuU]\{[0-9a-fA-F]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}"
-    r"|[pP](?:\{[^}]*\}|.)|.)|\[\^[]-]?|\[:|\[\]?|&&|--|~~|.",
+    r"|[pP](?:\{[^}]*\}|.)|.)|\(\?[a-zA-Z]*x|\[\^[]-]?|\[:|\[\]?|&&|--|~~|.",
     re.DOTALL,
 )
-"""One token of a regular expression: an escape, the start of a class, a set operator, or a
-character."""
+"""One token of a regular expression: an escape, the flag for verbose mode, the start of a class, a
+set operator, or a character."""
 CATEGORY = re.compile(r"\\p(?:[LMNPSZ]|\{[LMNPSZ][a-z]?\})")
 """Unicode categories without control characters."""
 
@@ -61,8 +76,12 @@ def enforceable(schema: Any) -> Any:
 
 def _value(key: str, value: Any) -> Any:
     if key in ("const", "enum"):
-        _check_text(value)
+        _check_value(key, value)
         return value
+    if key == "multipleOf":
+        _check_multiple(value)
+    elif key in BOUNDS:
+        _check_number(key, value)
     if key in BY_NAME and isinstance(value, Mapping):
         named = {name: enforceable(schema) for name, schema in value.items()}
         if key != "patternProperties":
@@ -91,16 +110,106 @@ def _check_count(schema: Mapping[str, Any]) -> None:
         )
 
 
-def _check_text(value: Any) -> None:
-    """Refuse a value if any of its strings contains a character that cannot be written."""
+def check_combined_multiples(schema: Any) -> None:
+    """Refuse multiples that the compiler cannot combine. If two schemas apply to one number, it
+    computes the least common multiple of their multipleOf from the product, in 32 bits. It is not
+    known here which schemas apply together, so all of them are combined."""
+    every = list(_mappings(schema))
+    if not any(map(_combines, every)):
+        return
+    multiples = [one["multipleOf"] for one in every if _is_number(one.get("multipleOf"))]
+    steps = sorted({abs(_exact(multiple)).normalize() for multiple in multiples})
+    decimals = max((0, *(-_exponent(step) for step in steps)))
+    least = math.lcm(*(int(step.scaleb(decimals)) for step in steps))
+    if least >= MULTIPLES:
+        given = ", ".join(f"{step:f}" for step in steps)[:40]
+        raise ConstraintError(
+            f"multipleOf is {given} in a schema with allOf, patternProperties, or $ref, anyOf or "
+            "oneOf next to other keywords: the least common multiple, without its point, must be "
+            f"below {MULTIPLES}"
+        )
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        yield value
+        value = list(value.values())
     if isinstance(value, list):
         for item in value:
-            _check_text(item)
+            yield from _mappings(item)
+
+
+def _combines(schema: Mapping[str, Any]) -> bool:
+    """True if several parts of a schema may apply to one value."""
+    return (
+        "allOf" in schema
+        or {"properties", "patternProperties"} <= schema.keys()
+        or (any(key in schema for key in CHOOSES) and len(ENFORCED & schema.keys()) > 1)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _exact(number: float) -> Decimal:
+    return Decimal(json.dumps(number))
+
+
+def _exponent(number: Decimal) -> int:
+    exponent = number.as_tuple().exponent
+    assert isinstance(exponent, int)  # finite
+    return exponent
+
+
+def _check_number(key: str, value: Any) -> None:
+    """Refuse a number that the compiler would read or write as another one: it takes the digits as
+    a float, and scales them by a power of ten. It adds 1 to an exclusive bound of an integer."""
+    if not _is_number(value):
+        return  # the compiler's error
+    largest = LARGEST_EXCLUSIVE if key.startswith("exclusive") else LARGEST_NUMBER
+    if abs(value) <= largest:
+        number = _exact(value)
+        exponent = _exponent(number)
+        digits, scale = int(number.scaleb(-exponent)), float(f"1e{abs(exponent)}")
+        read = digits * scale if exponent > 0 else digits / scale
+        large = abs(value) > LARGEST_EXCLUSIVE  # its shortest decimal may be another integer
+        if _exact(read) == number and (not large or Decimal(read) == number):
+            return
+    raise ConstraintError(
+        f"{key} is {str(value)[:40]}, which the compiler would round: use a number with at most 15 "
+        f"digits and 22 decimals, from {-largest} to {largest}"
+    )
+
+
+def _check_multiple(value: Any) -> None:
+    """Refuse a multipleOf that the compiler would change. It multiplies by ten until the float is
+    an integer, which must fit into 32 bits."""
+    if not _is_number(value):
+        return
+    scaled, decimals = float(min(abs(value), 2**32)), 0
+    while scaled % 1 and scaled < 2**32:
+        scaled, decimals = scaled * 10, decimals + 1
+    if not 0 < scaled < 2**32 or abs(_exact(value)) != Decimal(scaled).scaleb(-decimals):
+        raise ConstraintError(
+            f"multipleOf is {str(value)[:40]}, which the compiler would round: use an integer from "
+            f"1 to {2**32 - 1}, or another decimal, such as 0.1, 0.01 or 0.001"
+        )
+
+
+def _check_value(key: str, value: Any) -> None:
+    """Refuse a value of `const` or `enum` that contains a character that cannot be written, or a
+    number that would change."""
+    if isinstance(value, list):
+        for item in value:
+            _check_value(key, item)
     elif isinstance(value, Mapping):
-        _check_text(list(value.values()))
+        _check_value(key, list(value.values()))
     elif isinstance(value, str):
         for character in value:
             _check_character(ord(character))
+    else:
+        _check_number(key, value)
 
 
 def _check_character(code: int) -> None:
@@ -128,6 +237,7 @@ def _check_token(token: str, *, in_class: bool) -> None:
         _check_character(int(token[2:].strip("{}") or "0", 16))
     elif (
         token in (r"\a", r"\v", "[:")
+        or (not in_class and token.startswith("(?"))
         or (token[:2] in (r"\p", r"\P") and not CATEGORY.fullmatch(token))
         or (in_class and token in ("&&", "--", "~~", "[", "[]", "[^", "[^]", "[^-"))
     ):

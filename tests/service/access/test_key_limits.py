@@ -2,9 +2,11 @@
 released.
 """
 
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from logitd.service.engine.admission import Limit
 from logitd.service.errors import ApiError
 from logitd.service.http.schemas import ErrorReply
 from tests.model.factories import save_tiny_checkpoint
-from tests.service.serving import eventually, request_bytes, serving
+from tests.service.serving import Serving, eventually, request_bytes, serving, statuses_in_a_row
 from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
 
 ANN, BEN = "the-key-of-ann", "the-key-of-ben"
@@ -33,6 +35,12 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture(scope="module")
+def guarded(checkpoint_path: Path) -> Iterator[Serving]:
+    with serving(checkpoint_path, api_keys=f"ann={ANN}", key_at_once=1) as server:
+        yield server
 
 
 def rejected(limits: KeyLimits, name: str) -> ApiError:
@@ -221,3 +229,21 @@ def test_disconnected_client_frees_its_place(checkpoint_path: Path) -> None:
                 raw.sendall(request_bytes("/generate", body, f"Authorization: Bearer {ANN}"))
                 raw.recv(1)
             eventually(lambda: server.post("/generate", {"prompt": "a"}, **key).status_code == 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/generate", {"prompt": "a", "max_tokens": 1}, 200),
+        ("/generate", {"prompt": "a", "max_tokens": 1, "stream": True}, 200),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}, 200),
+        ("/logits", {"prompt": "a"}, 200),
+        ("/tokenize", {"prompt": "a"}, 200),
+        ("/generate", {"prompt": 1}, 400),
+    ],
+)
+def test_place_is_free_when_the_reply_ends(
+    guarded: Serving, path: str, body: Any, status: int
+) -> None:
+    key = {"Authorization": f"Bearer {ANN}"}
+    assert statuses_in_a_row(guarded, path, body, body, **key) == [status, status]

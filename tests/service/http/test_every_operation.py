@@ -18,7 +18,14 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.application.app import create_app
 from logitd.service.http import endpoint
 from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST, npy
-from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
+from tests.service.serving import (
+    Serving,
+    eventually,
+    serve_settings,
+    serving,
+    serving_app,
+    statuses_in_a_row,
+)
 
 QUEUED = [name for name, operation in BY_NAME.items() if operation.form != "vocabulary"]
 STREAMED = ("outputs", "listing")
@@ -175,6 +182,9 @@ def test_too_large_reply_is_refused_with_both_sizes(
 ) -> None:
     body = {**SMALLEST[name], **fits}
     assert small.post(f"/{name}", body).status_code == 200
+    assert statuses_in_a_row(small, f"/{name}", body, body) == [200, 200], (
+        "the budget is free again"
+    )
     error = small.refused(f"/{name}", {**body, **more})
     assert said in error.message
     assert "--max-reply-elements" in error.message

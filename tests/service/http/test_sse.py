@@ -125,6 +125,22 @@ async def test_pieces_are_sent_as_they_come_with_headers_for_proxies() -> None:
     assert ends.count == 1
 
 
+@pytest.mark.parametrize("pieces", [[b"one"], [b"one" + DONE], [b"one", DONE], []])
+async def test_stream_ends_before_its_last_bytes_are_sent(pieces: list[bytes]) -> None:
+    ends = Ends()
+    counts: list[int] = []
+
+    async def note(_: int) -> None:
+        counts.append(ends.count)
+
+    connection = Connection(note)
+    await run(some(*pieces), connection, ends)
+    assert connection.body == b"".join(pieces)
+    assert connection.ended
+    assert counts == [0] * (len(counts) - 1) + [1]
+    assert connection.sent[-1]["body"].endswith(DONE) == (DONE in connection.body)
+
+
 async def test_endless_stream_ends_with_its_client() -> None:
     connection, ends = Connection(), Ends()
 

@@ -35,6 +35,7 @@ from tests.service.serving import (
     serve_settings,
     serving,
     serving_app,
+    statuses_in_a_row,
 )
 
 STEPS = (0, 1, 4, 16)
@@ -167,6 +168,13 @@ def test_used_steps_stay_in_memory_and_others_wait(run: Path) -> None:
             assert "--history-steps" in error.message
             assert check_reply(ask(server)) == BEST
         eventually(lambda: server.post("/probs", {"prompt": "a", "step": 1}).status_code == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_step_is_free_when_the_reply_ends(run: Path, stream: bool) -> None:
+    bodies = [{"prompt": "a", "max_tokens": 1, "stream": stream, "step": step} for step in (1, 16)]
+    with serving(run, history=True, history_steps=1) as server:
+        assert statuses_in_a_row(server, "/generate", *bodies) == [200, 200]
 
 
 def test_callers_share_the_steps_in_memory(run: Path) -> None:

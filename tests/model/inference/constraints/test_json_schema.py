@@ -2,21 +2,26 @@
 
 import json
 import re
+from decimal import Decimal, localcontext
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.constraints.json_schema import (
     ANNOTATIONS,
+    BOUNDS,
     ENFORCED,
     NAMED_CONTROLS,
     enforceable,
 )
 from logitd.model.inference.errors import ConstraintError
 from tests.model.factories import byte_tokenizer
-from tests.model.inference.constraints.test_compiler import takes
+from tests.model.inference.constraints.test_compiler import END, takes, walk
+from tests.profiles import examples
 
 COMPILER = Compiler(byte_tokenizer())
 
@@ -187,7 +192,7 @@ def test_pattern_covers_every_character(pattern: str) -> None:
                 ("a\x1f", "U+001F"), (r"[\x00-\x1f]", "U+0000"), (r"\u001f", "U+001F"),
                 (r"\x{1F}", "U+001F"), (r"\v", r"\v"), (r"\P{L}", r"\P{L}"),
                 (r"\p{Cc}", r"\p{Cc}"), ("[[:cntrl:]]", "[:"), (r"[\W--a]", "--"),
-                ("[a[^b]]", "[^"),
+                ("[a[^b]]", "[^"), ("(?x)a # b\nc", "(?x"), ("(?ix: a)", "(?ix"),
             )
         ),
         ({"items": {"patternProperties": {r"\v": {}}}}, r"\v"),
@@ -196,6 +201,100 @@ def test_pattern_covers_every_character(pattern: str) -> None:
 def test_schema_refuses_control_characters_without_an_escape(schema: Any, named: str) -> None:
     with pytest.raises(ConstraintError, match=re.escape(named)):
         enforceable(schema)
+
+
+BIG = 2**53
+NUMBERS = (
+    st.integers(-20, 20)
+    | st.integers(-BIG - 3, 3 - BIG)
+    | st.integers(BIG - 3, BIG + 3)
+    | st.integers(-(2**65), 2**65)
+    | st.builds(lambda digits, scale: digits / 10**scale, st.integers(-(10**6), 10**6),
+                st.integers(0, 9))
+    | st.floats(allow_nan=False, allow_infinity=False)
+)  # fmt: skip
+NUMERIC = st.sampled_from(["integer", "number"])
+RESTRICTED = (
+    st.fixed_dictionaries({"const": NUMBERS | st.lists(NUMBERS, max_size=2)})
+    | st.fixed_dictionaries({"enum": st.lists(NUMBERS, min_size=1, max_size=2)})
+    | st.fixed_dictionaries(
+        {"type": NUMERIC},
+        optional=dict.fromkeys((*BOUNDS, "multipleOf"), NUMBERS),
+    )
+    | st.builds(
+        lambda of, low, width, high: {"type": of, low: width[0], high: sum(width)},
+        NUMERIC,
+        st.sampled_from(["minimum", "exclusiveMinimum"]),
+        st.tuples(NUMBERS, st.integers(0, 4)),
+        st.sampled_from(["maximum", "exclusiveMaximum"]),
+    )
+)
+SCHEMAS = RESTRICTED | st.builds(lambda *parts: {"allOf": parts}, RESTRICTED, RESTRICTED)
+
+
+@settings(max_examples=examples(2000, fast=100))
+@given(schema=SCHEMAS, seed=st.integers(0, 9))
+def test_text_fits_the_numbers_of_its_schema_exactly(schema: Any, seed: int) -> None:
+    """The schema and the text are compared as decimals."""
+    source = json.dumps(schema)
+    try:
+        constraint = COMPILER.compile(Source("json_schema", source))
+        text = bytes(id for id in walk(constraint, seed, 100) if id < END).decode()
+    except ConstraintError:
+        return
+    if not takes(constraint, text):
+        return  # a number without bounds may be longer
+    validator = jsonschema.Draft202012Validator(json.loads(source, parse_float=Decimal))
+    with localcontext(prec=1000):
+        assert validator.is_valid(json.loads(text, parse_float=Decimal)), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"const": BIG + 1}, f"const is {BIG + 1}"),
+        ({"const": 2**63}, f"const is {2**63}"),
+        ({"const": {"a": [1234567890123456789]}}, "const is 1234567890123456789"),
+        ({"enum": [1, -BIG - 1]}, f"enum is {-BIG - 1}"),
+        ({"const": 123456789.12345679}, "const is 123456789.12345679"),
+        ({"const": 1e-30}, "const is 1e-30"),
+        ({"const": float("inf")}, "const is inf"),
+        ({"type": "integer", "minimum": BIG + 1}, f"minimum is {BIG + 1}"),
+        ({"const": 4.399927743932283e16}, "const is 4.399927743932283e+16"),
+        ({"type": "number", "minimum": 2**60}, f"minimum is {2**60}"),
+        ({"type": "integer", "maximum": 2**63 - 1}, f"maximum is {2**63 - 1}"),
+        ({"type": "integer", "exclusiveMinimum": -BIG}, f"exclusiveMinimum is {-BIG}"),
+        ({"type": "integer", "exclusiveMaximum": BIG}, f"exclusiveMaximum is {BIG}"),
+        ({"type": "number", "multipleOf": 0.07}, "multipleOf is 0.07"),
+        ({"type": "number", "multipleOf": 0.12499999999999999}, "multipleOf is 0.1249999"),
+        ({"type": "integer", "multipleOf": 2**32}, f"multipleOf is {2**32}"),
+        ({"type": "integer", "multipleOf": 0}, "multipleOf is 0"),
+        (
+            {"allOf": [{"type": "integer", "multipleOf": step} for step in (2**16, 3 * 65537)]},
+            "multipleOf is 65536, 196611",
+        ),
+    ],
+)
+def test_number_that_the_compiler_would_change_is_refused(schema: Any, named: str) -> None:
+    with pytest.raises(ConstraintError, match=re.escape(named)):
+        COMPILER.compile(Source("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"const": BIG}, str(BIG)),
+        ({"type": "number", "maximum": 1e18}, str(10**18)),
+        ({"const": [0.1 + 0.2, 5.0, -1e-7]}, "[0.30000000000000004, 5, -0.0000001]"),
+        ({"enum": [2.718281828459045]}, "2.718281828459045"),
+        ({"type": "integer", "minimum": 1 - BIG, "exclusiveMaximum": 2 - BIG}, str(1 - BIG)),
+        ({"type": "number", "multipleOf": 0.29, "minimum": 1}, "1.16"),
+        ({"allOf": [{"type": "number", "multipleOf": step} for step in (0.2, 0.3)]}, "0.6"),
+        ({"default": BIG + 1, "examples": [1e-30], "type": "null"}, "null"),
+    ],
+)
+def test_number_that_stays_is_accepted(schema: Any, text: str) -> None:
+    assert takes(COMPILER.compile(Source("json_schema", json.dumps(schema))), text)
 
 
 def test_enforceable_schema_stays_as_it_is() -> None:
