@@ -2,9 +2,9 @@
 
 A template is written in Jinja, in the dialect of Hugging Face's tokenizers (`trim_blocks`,
 `lstrip_blocks`, `raise_exception`, `break` and `continue`). Its variables are `messages`, each with
-`role` and `content` (and `name`, if given), and `add_generation_prompt`. If the vocabulary has an
-end-of-text token, `bos_token` and `eos_token` are both its name. Tools, the time and random numbers
-are not supported.
+`role` and `content` (and `name`, if given), and `add_generation_prompt`. `tools` and `documents`
+are none. If the vocabulary has an end-of-text token, `bos_token` and `eos_token` are both its name.
+Tools, the time and random numbers are not supported.
 
 If the template itself writes the name of a special token, the prompt has that token. A message can
 never produce a special token or a part of one (`model/text/message_text.py`). Added tokens that are
@@ -15,19 +15,21 @@ access to files, modules or private attributes. Its running time and its output 
 memory that it uses while running is not.
 """
 
+import functools
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, nodes, pass_context
 from jinja2.compiler import CodeGenerator
+from jinja2.meta import find_undeclared_variables
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from logitd.model.files import without_surrogates
-from logitd.model.text.message_text import Hidden, MessageText
+from logitd.model.text.message_text import Hidden, MessageText, hiding
 from logitd.model.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 2**16
@@ -39,9 +41,15 @@ MAX_SECONDS = 5.0
 
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
+    "pprint",
 )
-"""Jinja's filters that are removed: `random` draws random numbers; the others write or read HTML
-and would not recognize the hidden characters of a message."""
+"""Jinja's filters that are removed: `random` draws random numbers; `pprint` would print the text of
+a message as another object; the others write or read HTML and would not recognize the hidden
+characters of a message."""
+_TEXT_FILTERS = ("indent", "title", "wordcount", "wordwrap")
+"""Jinja's filters that look at the characters of a text otherwise than by its methods."""
+_NUMBER_FILTERS = ("filesizeformat", "float", "int")
+"""Jinja's filters that would write digits of a message as digits of the template."""
 
 # These names contain a space, so a template can neither read nor replace them.
 _DEADLINE = "the deadline"
@@ -79,6 +87,12 @@ class ChatTemplate:
                     f"line {error.lineno} of the chat template: {error.message}"
                 ) from error
             self._template = Template.from_code(environment, code, environment.globals)
+
+    def variables(self) -> set[str]:
+        """Names that the template reads and does not set itself. Names of functions that every
+        template has are left out."""
+        with _explained("the chat template does not compile"):
+            return find_undeclared_variables(_environment().parse(self.source))
 
     def render(
         self,
@@ -135,6 +149,8 @@ class ChatTemplate:
         variables: dict[str, Any] = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
             _DEADLINE: time.monotonic() + MAX_SECONDS,
         }
         if tokenizer.end_of_text is not None:
@@ -210,8 +226,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     for name in _NO_FILTERS:
         del environment.filters[name]
-    environment.filters["title"] = _title
     environment.filters["tojson"] = _tojson
+    for name in (*_TEXT_FILTERS, "tojson"):
+        environment.filters[name] = hiding(environment.filters[name])
+    for name in _NUMBER_FILTERS:
+        environment.filters[name] = _without_messages(name, environment.filters[name])
     environment.filters[_TIMED] = _timed
     return environment
 
@@ -243,14 +262,34 @@ def _raise_exception(message: object) -> None:
     raise ChatTemplateError(f"the chat template raised an error: {str(message)[:300]}")
 
 
-def _title(value: object) -> str:
-    """Replaces Jinja's filter `title`, which would split the text and reveal hidden characters."""
-    return str(value).title()
+def _without_messages(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def function(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, MessageText):
+            raise ChatTemplateError(
+                f"the chat template uses the filter {name} on text of a message, which is not "
+                "allowed"
+            )
+        return plain(value, *args, **kwargs)
+
+    return function
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Replaces Jinja's filter `tojson`, which would escape characters for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _too_large(left: Any, right: Any) -> bool:

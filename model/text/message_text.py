@@ -8,10 +8,12 @@ wrote, whatever it does with messages: it may cut, join, reverse and repeat them
 and write parts of special tokens next to them.
 
 The methods of a `MessageText` return the same results as for the plain text, so ordinary templates
-work as usual. Only a plain string that a template makes from it contains the surrogates: a search
-in such a string (`'a' in ('x' ~ content)`) does not find hidden characters.
+work as usual, and so do functions that `hiding` wraps. Only a plain string that a template makes
+from it contains the surrogates: a search in such a string (`'a' in ('x' ~ content)`) does not find
+hidden characters. Nor does a search for a `MessageText` in a plain string.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -46,12 +48,21 @@ class Hidden:
         return cls(hide, {surrogate: character for character, surrogate in hide.items()})
 
 
-def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: "MessageText", *args: Any, **kwargs: Any) -> Any:
-        shown = {name: _shown(argument) for name, argument in kwargs.items()}
-        return _hidden(plain(self._plain, *map(_shown, args), **shown), self._table)
+def hiding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of plain texts accept message texts too. If it gets one, even within a list
+    or an object, all texts that it returns are message texts."""
 
-    return method
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        table: Hidden | None
+        if args and isinstance(args[0], MessageText):  # the usual case, without a search
+            table = args[0]._table
+        elif (table := next(_tables((args, kwargs)), None)) is None:
+            return plain(*args, **kwargs)
+        shown = {name: _shown(argument) for name, argument in kwargs.items()}
+        return _hidden(plain(*map(_shown, args), **shown), table)
+
+    return function
 
 
 class MessageText(str):
@@ -77,19 +88,36 @@ class MessageText(str):
 
 
 for _name in (
-    *("__repr__", "__eq__", "__ne__", "__contains__", "__getitem__", "startswith", "endswith"),
-    *("find", "rfind", "index", "rindex", "count", "split", "rsplit", "splitlines", "partition"),
-    *("rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "replace"),
-    *("upper", "lower", "title", "capitalize", "casefold", "swapcase"),
-    *("isalpha", "isdigit", "isspace"),
+    *("__repr__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__"),
+    *("__getitem__", "__mod__", "startswith", "endswith", "find", "rfind", "index", "rindex"),
+    *("count", "split", "rsplit", "splitlines", "partition", "rpartition", "strip", "lstrip"),
+    *("rstrip", "removeprefix", "removesuffix", "replace", "translate", "expandtabs", "center"),
+    *("ljust", "rjust", "zfill", "upper", "lower", "title", "capitalize", "casefold", "swapcase"),
+    *("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower"),
+    *("isnumeric", "isprintable", "isspace", "istitle", "isupper"),
 ):
-    setattr(MessageText, _name, _answering(getattr(str, _name)))
+    setattr(MessageText, _name, hiding(getattr(str, _name)))
 
 
-def _shown(argument: Any) -> Any:
-    if isinstance(argument, MessageText):
-        return argument._plain
-    return tuple(map(_shown, argument)) if isinstance(argument, tuple) else argument
+def _tables(value: Any) -> Iterator[Hidden]:
+    if isinstance(value, MessageText):
+        yield value._table
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tables(item)
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from _tables(item)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, MessageText):
+        return value._plain
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_shown, value))
+    if isinstance(value, dict):
+        return {_shown(key): _shown(item) for key, item in value.items()}
+    return value
 
 
 def _hidden(answer: Any, table: Hidden) -> Any:

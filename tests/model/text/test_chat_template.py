@@ -90,7 +90,11 @@ def test_conversation_becomes_text_between_special_tokens() -> None:
         ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i * 2 %}"
          "{% endfor %}{{ ns.n }}", "6"),
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<&é"}'),
-        ("{% if add_generation_prompt %}yes{% endif %}{{ tools }}", "yes"),
+        ("{% if add_generation_prompt %}yes{% endif %}{{ tool }}", "yes"),
+        ("{{ tools is none }}{{ tools is defined }}{{ documents is none }}", "TrueTrueTrue"),
+        ("{{ {'b': [1], 'a': 'é'} | tojson(separators=(',', ':'), sort_keys=true) }}",
+         '{"a":"é","b":[1]}'),
+        ("{{ messages[1].content | tojson(true) }}{{ '7' | int + 1 }}", '"two"8'),
         ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) }}", "<1>"),
         ("{{ 'ab' * 3 }}{{ 3 * [1] }}{{ 2 * 2.5 }}", "ababab[1, 1, 1]5.0"),
         ("  {% if true %}\n  a\n  {% endif %}\nb\n", "  a\nb"),
@@ -198,6 +202,9 @@ TEMPLATES = {
     "in other case": "{{ text.swapcase() }}",
     "from behind": "{{ text[::-1] }}",
     "in pieces": "{{ text[1:] }}{{ text[:1] }}{{ text | list | join }}{{ text.split('a') | join }}",
+    "wrapped": "{{ text | wordwrap(2) }}{{ text | indent(1, true) }}{{ text | center(9) }}",
+    "sorted": "{{ messages | map(attribute='content') | sort | join }}{{ text | sort | join }}",
+    "as a format": "{{ text.ljust(5) }}{{ '%s' % text }}{{ [text, text] | max }}",
     "letter by letter": "{% for c in text %}{{ c }}{% endfor %}{{ text | first }}{{ text | last }}",
 }
 LOST = {
@@ -213,7 +220,8 @@ LOOKING = {
     "cut": "{{ text.split('|') }}{{ text.partition('<') }}{{ text.strip('<>') }}{{ text[:2] }}",
     "replaced": "{{ text | replace('a', '|') }}{{ text.removeprefix('a').replace('|', 'a', 1) }}",
     "looked up": "{{ {'a': 1, '<|': 2, '': 3}[text] }}{{ text | length }}",
-    "in json": "{{ {'a': text} | tojson }}",
+    "in json": "{{ {'a': text} | tojson }}{{ [text] | tojson(ensure_ascii=true, indent=1) }}",
+    "counted": "{{ text | wordcount }}{{ text is lower }}{{ text.isalnum() }}{{ text < 'a' }}",
 }
 
 
@@ -227,8 +235,9 @@ def source_of(form: str) -> str:
 def plain(source: str) -> jinja2.Template:
     """The same template in plain Jinja."""
     environment = jinja2.Environment()
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    environment.filters["title"] = str.title
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, **{"ensure_ascii": False} | options
+    )
     return environment.from_string(source)
 
 
@@ -264,6 +273,14 @@ def test_text_equals_plain_jinja(special_tokens: list[str], contents: list[str],
     assert written(pieces, vocabulary) == plain(source_of(form)).render(messages=messages)
 
 
+def test_variables_of_a_template_are_those_that_it_does_not_set() -> None:
+    source = (
+        "{% set b = a %}{% for m in messages %}{{ m.content ~ b ~ range(2) }}{% endfor %}"
+        "{% if c is defined %}{{ raise_exception('d') }}{% endif %}"
+    )
+    assert ChatTemplate(source).variables() == {"a", "c", "messages"}
+
+
 def test_template_can_split_a_message() -> None:
     """Some templates leave out the model's reasoning."""
     source = (
@@ -288,6 +305,7 @@ def test_template_can_split_a_message() -> None:
         ("{{ a | nofilter }}", "nofilter"),
         ("{{ a | random }}", "random"),
         ("{{ a | e }}", "'e'"),
+        ("{{ a | pprint }}", "pprint"),
         ("{% for a in b recursive %}{% endfor %}", "recursive"),
         ("", "is empty"),
         (" \n", "is empty"),
@@ -321,6 +339,7 @@ def test_invalid_source_is_refused(source: str, said: str) -> None:
         ("{{ cycler() }}", "'cycler' is undefined"),
         ("{{ lipsum() }}", "'lipsum' is undefined"),
         ("{{ 2 ** 2 }}", "a power"),
+        ("{{ messages[0].content | int }}", "the filter int on text of a message"),
         ("{{ 'a' * 10000000 }}", "too large"),
         ("{{ 10000000 * messages }}", "too large"),
         ("{{ 'a' * 4000000 }}{{ 'a' * 4000000 }}", f"{MAX_CHARACTERS} characters"),

@@ -41,6 +41,14 @@ METHODS: dict[str, Callable[[str, str], Any]] = {
     "upper": lambda text, part: (text.upper(), text.lower(), text.title()),
     "capitalize": lambda text, part: (text.capitalize(), text.casefold(), text.swapcase()),
     "one after the other": lambda text, part: text.split(part)[-1].strip().upper()[:2] == "EN",
+    "order": lambda text, part: (text < part, part < text, text >= part, text <= "a"),
+    "center": lambda text, part: (text.center(9), text.ljust(9), text.rjust(9), text.zfill(9)),
+    "translate": lambda text, part: (text.translate({60: "|", 97: "x"}), text.expandtabs(2)),
+    "kinds": lambda text, part: (
+        *(text.isalnum(), text.isascii(), text.isdecimal(), text.isdigit(), text.islower()),
+        *(text.isnumeric(), text.isprintable(), text.istitle(), text.isupper()),
+    ),
+    "format": lambda text, part: ("%s" + text) % part == part + text and (text + "%s") % "x",
     "repr": lambda text, part: repr([text]),
 }
 
