@@ -2,8 +2,8 @@
 
 The files have the same meaning as in transformers. `tokenizer.json` lists added tokens. The key
 `added_tokens_decoder` of `tokenizer_config.json` may list more of them, and may change the flags of
-those in `tokenizer.json`. Older folders list these tokens in `added_tokens.json` instead. Tokens
-with a role, such as `eos_token`, are special; roles may also be in `special_tokens_map.json`.
+those in `tokenizer.json`. Older folders have `added_tokens.json` instead, which may list more of
+them, but changes none. The tokens that `special_tokens.py` reads are special.
 `eos_token_id` is a number or a list. For this key, `generation_config.json` takes precedence over
 `config.json`.
 
@@ -19,21 +19,27 @@ from typing import Any
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.hf.folder import CONFIG
+from logitd.model.convert.hf.special_tokens import (
+    DECODER,
+    LISTS,
+    MEMBERS,
+    ROLES,
+    TOKENIZER_CONFIG,
+    SpecialTokens,
+    is_further_role,
+    read_special_tokens,
+    require_members,
+    unknown_member,
+)
 from logitd.model.convert.source_file import member, object_beside
 from logitd.model.text.added_tokens import Flag
 from logitd.model.text.tokenizer import Tokenizer
 
-TOKENIZER_CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-ADDED, NAMES = "added_tokens.json", "special_tokens_map.json"
+ADDED, GENERATION = "added_tokens.json", "generation_config.json"
 
 _DIGITS = re.compile(r"[0-9]{1,18}")
 FLAGS: tuple[Flag, ...] = ("lstrip", "rstrip", "single_word")
 
-MEMBERS = frozenset(
-    ("__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
-)
-"""Known members of an added token in the files."""
-LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 NEUTRAL = frozenset(
     (
         *("tokenizer_class", "tokenizer_file", "tokenizer_type", "name_or_path", "auto_map"),
@@ -81,24 +87,6 @@ class AddedVocabulary:
         return {**self.special, **self.ordinary}
 
 
-def require_members(part: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return `part` if it is a JSON object whose members are all known or null. Otherwise, raise
-    ConvertError."""
-    if not isinstance(part, dict):
-        raise ConvertError(f"{where} is {part!r:.60}; expected an object")
-    for name, value in part.items():
-        if name not in known and value is not None:
-            raise _unknown_member(where, name, value)
-    return part
-
-
-def _unknown_member(where: str, name: str, value: Any) -> ConvertError:
-    return ConvertError(
-        f"{where}: {name} is {value!r:.60}; this member is unknown and may change ids. Remove it "
-        "if you know that it does not"
-    )
-
-
 def read_added(
     document: Mapping[str, Any],
     vocabulary: Mapping[str, int],
@@ -113,24 +101,18 @@ def read_added(
     where = str((folder or path.parent) / TOKENIZER_CONFIG)
     notes = list(_check_config(config, where))
     entries = dict(_entries(member(document, "added_tokens", list, path), str(path)))
-    roles = config
-    if "added_tokens_decoder" not in config:
-        roles = object_beside(folder, NAMES) | config
-    named = dict(_named(roles, where))
-    for text, entry in _further(config, folder, named, where):
+    special_tokens = read_special_tokens(folder)
+    older = config.get(DECODER) is None
+    source = str((folder or path.parent) / ADDED) if older else where
+    for text, entry in _further(config, folder, special_tokens, source):
         known = entries.get(text, {"id": vocabulary.get(text, entry["id"])})
         if known["id"] != entry["id"]:
             raise ConvertError(
-                f"{where} gives {text!r} the id {entry['id']}, but {path.name} gives it the id "
+                f"{source} gives {text!r} the id {entry['id']}, but {path.name} gives it the id "
                 f"{known['id']}"
             )
-        entries[text] = entry
-    for text, (role, members) in named.items():
-        if text not in entries and text not in vocabulary:
-            notes.append(f"{role} is {text!r}, which the vocabulary lacks: it is ignored")
-            continue
-        entry = entries.get(text, {**members, "id": vocabulary.get(text)})
-        entries[text] = {**entry, "special": True}
+        entries[text] = entries.get(text, entry) if older else entry
+    notes += _add_named(entries, special_tokens, vocabulary)
     for text in entries.keys() & merged:  # also found in ordinary text
         if vocabulary.get(text) == entries[text]["id"]:
             entries[text] = {**entries[text], "special": False}
@@ -142,7 +124,8 @@ def read_added(
                 f"{entry['id']}"
             )
     special = {text: entry["id"] for text, entry in entries.items() if entry["special"]}
-    end = next((text for text, (role, _) in named.items() if role == "eos_token"), None)
+    eos = special_tokens.roles.get("eos_token")
+    end = None if eos is None else eos.text
     if end not in special:
         ends = (owners[i] for i in _stated_ends(folder)[1] if i in owners)
         end = next((text for text in ends if text in special), None)
@@ -173,46 +156,40 @@ def _entries(tokens: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _further(
-    config: Mapping[str, Any], folder: Path | None, named: Collection[str], where: str
+    config: Mapping[str, Any], folder: Path | None, special_tokens: SpecialTokens, where: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    decoder = config.get("added_tokens_decoder")
+    decoder = config.get(DECODER)
     if decoder is None:
+        special = {token.text for _, token in special_tokens.named()}
         older = object_beside(folder, ADDED)
-        tokens = [{"content": t, "id": i, "special": t in named} for t, i in older.items()]
-        yield from _entries(tokens, str((folder or Path()) / ADDED))
+        tokens = [{"content": t, "id": i, "special": t in special} for t, i in older.items()]
+        yield from _entries(tokens, where)
         return
     if not isinstance(decoder, dict) or not all(isinstance(t, dict) for t in decoder.values()):
-        raise ConvertError(f"{where}: added_tokens_decoder must map ids to objects")
+        raise ConvertError(f"{where}: {DECODER} must map ids to objects")
     yield from _entries(
         ({**token, "id": int(i) if _DIGITS.fullmatch(i) else i} for i, token in decoder.items()),
         where,
     )
 
 
-def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield each token that has a role, with its role and its members. If a token has several
-    roles, it is yielded only with the first. `eos_token` comes before all other roles."""
-    roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
-    found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
-    for name in LISTS:
-        listed = config.get(name)
-        if isinstance(listed, dict):
-            listed = list(listed.values())
-        found += [(name, t) for t in member({name: listed}, name, list, where)]
-    seen = set[str]()
-    for role, token in found:
-        members: Mapping[str, Any] = {}
-        if isinstance(token, dict):
-            members = require_members(token, MEMBERS, f"{role} of {where}")
-            token = members.get("content")
-        if token is None or token == "":
-            continue
-        if not isinstance(token, str):
-            raise ConvertError(f"{where}: {role} is {token!r:.60}; expected the text of a token")
-        if token in seen:
-            continue
-        seen.add(token)
-        yield token, (role, members)
+def _add_named(
+    entries: dict[str, dict[str, Any]],
+    special_tokens: SpecialTokens,
+    vocabulary: Mapping[str, int],
+) -> Iterator[str]:
+    """Make the tokens that are named as special tokens special. Those that are only in the
+    vocabulary become added tokens. Yields a note for each token that is nowhere."""
+    listed, absent = set(entries), set[str]()
+    for name, token in special_tokens.named():
+        text = token.text
+        if text in listed:
+            entries[text]["special"] = True
+        elif text in vocabulary:
+            entries[text] = {**token.members, "id": vocabulary[text], "special": True}
+        elif text not in absent:
+            absent.add(text)
+            yield f"{name} is {text!r}, which the vocabulary lacks: it is ignored"
 
 
 def _flags(entry: Mapping[str, Any]) -> list[Flag]:
@@ -224,7 +201,7 @@ def _flags(entry: Mapping[str, Any]) -> list[Flag]:
 
 def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
     for name, value in config.items():
-        neutral = name in NEUTRAL or name in LISTS or name.endswith("_token_id")
+        neutral = name in NEUTRAL or name in LISTS or name in ROLES or name.endswith("_token_id")
         if neutral or value in (None, False, "", [], {}):
             continue
         if name in ("add_bos_token", "add_eos_token"):
@@ -232,8 +209,8 @@ def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
                 f"the source adds a special token to each text ({name}), but logitd does not: "
                 "put its id into the prompt if the model needs it"
             )
-        elif not name.endswith("_token") or value is True:
-            raise _unknown_member(where, name, value)
+        elif not is_further_role(name) or value is True:
+            raise unknown_member(where, name, value)
 
 
 def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:

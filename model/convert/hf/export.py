@@ -18,12 +18,13 @@ from logitd.model.checkpoint.weights_file import write_weights as write_file
 from logitd.model.convert import layouts
 from logitd.model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
 from logitd.model.convert.foreign import FLOATS
-from logitd.model.convert.hf.added import GENERATION, TOKENIZER_CONFIG
+from logitd.model.convert.hf.added import GENERATION
 from logitd.model.convert.hf.config import activation_name
 from logitd.model.convert.hf.dialect import to_oniguruma
 from logitd.model.convert.hf.folder import CONFIG, WEIGHTS
 from logitd.model.convert.hf.merges import merges_of, written
 from logitd.model.convert.hf.rope import rope_parameters
+from logitd.model.convert.hf.special_tokens import TOKENIZER_CONFIG
 from logitd.model.convert.hf.tokenizer import TOKENIZER
 from logitd.model.convert.layouts import NORMS, Layout, write_sizes, write_weights
 from logitd.model.text.tokenizer import Tokenizer

@@ -18,9 +18,10 @@ from typing import Any
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.hf.added import AddedVocabulary, read_added, require_members
+from logitd.model.convert.hf.added import AddedVocabulary, read_added
 from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.merges import last_pair, merge_piece, unwritten, written
+from logitd.model.convert.hf.special_tokens import require_members
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import member, source_object
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT, with_all_bytes, word_tokenizer

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.hf.added import TOKENIZER_CONFIG
 from logitd.model.convert.hf.chat_template import read_template
+from logitd.model.convert.hf.special_tokens import TOKENIZER_CONFIG
 from logitd.model.convert.hf.tokenizer import TOKENIZER, read_tokenizer
 from logitd.model.convert.pt_file import read_plain_pickle
 from logitd.model.convert.source_file import source_bytes, source_json, source_text

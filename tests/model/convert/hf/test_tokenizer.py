@@ -152,6 +152,11 @@ def write_files(folder: Path, **files: Any) -> None:
             (380, 381),
         ),
         ({"special_tokens_map": {"eos_token": "<|user|>"}}, (381,)),
+        (
+            {"tokenizer_config": {"eos_token": "<|endoftext|>"},
+             "special_tokens_map": {"eos_token": "<|user|>"}},
+            (381,),
+        ),
         ({"tokenizer_config": {"eos_token": "the"}}, (380,)),
     ],
 )  # fmt: skip
@@ -225,6 +230,21 @@ def test_neighboring_files_add_tokens_as_in_transformers(older: bool, tmp_path: 
     for text in ("a    b<|user|>  \n c", "<pad>   <|user|>x"):
         ids = vocabulary.tokenizer.encode(text, special_ids=True)
         assert ids == library(text, add_special_tokens=False).input_ids
+
+
+def test_older_list_of_added_tokens_changes_no_token_of_the_library(tmp_path: Path) -> None:
+    library = their_tokenizer()
+    library.add_special_tokens([tokenizers.AddedToken("<|start|>", rstrip=True)])
+    read(library, tmp_path)
+    write_files(tmp_path, added_tokens={"<|start|>": 382, "<|user|>": 381})
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    vocabulary = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False).tokenizer
+    text = "<|start|>  \n<|user|> x"
+    assert vocabulary.encode(text, special_ids=True) == theirs(text).input_ids
+    assert "<|start|>" in vocabulary.special_tokens
+    write_files(tmp_path, added_tokens={"<|start|>": 383})
+    with pytest.raises(ConvertError, match=r"added_tokens.json gives .* id 383, .* 382"):
+        read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False)
 
 
 @pytest.mark.parametrize("listed", [False, True])
