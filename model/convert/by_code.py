@@ -44,6 +44,7 @@ from logitd.model.convert.foreign import (
     count_or_zero,
     plausible_loss,
 )
+from logitd.model.convert.hf.folder import refuse_adapter
 from logitd.model.convert.importing import record_of_import, reporting_damage
 from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
@@ -97,6 +98,7 @@ def import_by_code(
     cannot be imported, and FileError if `destination` exists or cannot be written."""
     require_new(destination)
     code = options.code
+    refuse_adapter(source)
     with reporting_damage(source):
         path = find_state_file(source) if source.is_dir() else source
         file = read_state_file(path)
