@@ -32,6 +32,7 @@ from logitd.model.convert.by_role.owner_code import (
     require_causal,
     require_one_eps,
     said_in,
+    unpassed_in,
 )
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
@@ -155,14 +156,15 @@ def _request(file: StateFile, options: CodeOptions) -> Request:
     try:
         roles = RoleOptions(answers=options.answers)
         recognized = recognize_file(file, roles, options.context_length)
-        request = request_of(code, recognized.tensors, recognized.findings, file.settings)
+        request = request_of(code, recognized.tensors, recognized.findings, file.values)
     except ConvertError:  # not a known kind of GPT
         request = Request(
             file=str(code.file.resolve()),
             expression=code.expression,
             call=code.call,
-            said=said_in(file.settings, answers),
-            doubtful={} if "norm_eps" in answers else doubtful_eps(file.settings),
+            said=said_in(file.values, answers),
+            doubtful={} if "norm_eps" in answers else doubtful_eps(file.values),
+            unpassed=unpassed_in(file.values),
         )
     given = {} if options.context_length is None else {"context_length": options.context_length}
     return replace(request, said={**request.said, **answers, **_under_all_names(given)})

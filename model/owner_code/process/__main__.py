@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from logitd.model.owner_code.process.answer import Answerer
-from logitd.model.owner_code.process.build import Request, build_model
+from logitd.model.owner_code.process.build import Request, Section, build_model
 from logitd.model.owner_code.process.call import Caller, compare, compare_late
 from logitd.model.owner_code.process.measure import PACKAGES, measure
 from logitd.model.owner_code.process.network import leave_network
@@ -52,7 +52,8 @@ class Job:
 
 def main(folder: Path, wire: Wire) -> int:
     leave_network()
-    job = Job(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    text = (folder / REQUEST).read_text(encoding="utf-8")
+    job = Job(**json.loads(text, object_hook=Section))
     request = Request(**job.request)
     root = Path.cwd()
     if root.name not in PACKAGES:  # a checkout of this project, whose folders have common names

@@ -5,9 +5,10 @@ These tests call its functions directly; `test_owner_code.py` tests a real proce
 exit status).
 """
 
+import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from logitd.model.convert.by_role.owner_code import (
     request_of,
     require_one_eps,
     said_in,
+    unpassed_in,
 )
 from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.by_role.resolve import answer
@@ -166,6 +168,112 @@ def test_keywords_that_the_class_reads_are_given(write: Write, book: nn.Module) 
     assert kept_by(code, book, {"n_layers": 2})["heads"] == 8
 
 
+STRUCTURED: dict[str, Any] = {
+    "window_sizes": [4, 16],
+    "extra": {"window": 4, "Names": ["a", {"b": 1.5}], "dropout": 0.5},
+    "cap": None,
+    "attention": "local",
+}
+CHECKED = """
+        expected = {"window": 4, "Names": ["a", {"b": 1.5}], "dropout": 0.0}
+        assert WINDOWS == SIZES and EXTRA == expected
+        assert (CAP, ATTENTION) == (None, "local")
+"""
+FIELDS = ("window_sizes", "extra", "cap", "attention")
+OWN = ("(1, 2)", "None", "30.0", '"full"')
+"""The defaults of the fields in the owner's code, which the checkpoint contradicts."""
+
+
+def checking(code: str, fields: Sequence[str], sizes: str = "(4, 16)") -> str:
+    """The code with a check of the values of the fields, which are the given expressions."""
+    check = CHECKED.replace("SIZES", sizes)
+    for name, expression in zip(("WINDOWS", "EXTRA", "CAP", "ATTENTION"), fields, strict=True):
+        check = check.replace(name, expression)
+    return code.replace("        super()", f"{check}        super()")
+
+
+def after(line: str, form: str) -> str:
+    """The line, followed by a declaration of each field."""
+    return line + "".join(form.format(*pair) for pair in zip(FIELDS, OWN, strict=True))
+
+
+OF_ANY_TYPE = {
+    "parameter": checking(BY_NAMES.replace("n_layer=2", after("n_layer=2", ", {}={}")), FIELDS),
+    "dataclass": checking(
+        SMALL_DATACLASS.replace("int = 2\n", after("int = 2\n", "    {}: object = {}\n")),
+        [f"config.{name}" for name in FIELDS],
+    ),
+    "attribute": checking(
+        SMALL_ATTRIBUTES.replace("= 12\n", after("= 12\n", "    {} = {}\n"), 1),
+        [f"args.{name}" for name in FIELDS],
+    ),
+    "getattr": checking(
+        SMALL_DATACLASS,
+        [f"getattr(config, {n!r}, {v})" for n, v in zip(FIELDS, OWN, strict=True)],
+        "[4, 16]",
+    ),
+    "dictionary": checking(DICTIONARY, [f"cfg.get({name!r}, 1)" for name in FIELDS], "[4, 16]"),
+    "keywords": checking(
+        BY_NAMES.replace("=0.5", "=0.5, **rest"),
+        [f"rest[{name!r}]" for name in FIELDS],
+        "[4, 16]",
+    ),
+    "variable": checking(
+        SCRIPT.replace("n_layer = 2\n", after("n_layer = 2\n", "{} = {}\n")), FIELDS
+    ),
+}
+REFUSED = [name for name in OF_ANY_TYPE if name != "variable"]
+"""A variable may have any value, because the script that created the checkpoint sets it."""
+
+
+@pytest.mark.parametrize("code", OF_ANY_TYPE.values(), ids=OF_ANY_TYPE)
+def test_values_of_any_type_are_given(code: str, write: Write, book: nn.Module) -> None:
+    """Only numbers, flags and texts were, and the class computed with its defaults."""
+    check_logits(write(code), book, SETTINGS | STRUCTURED)
+
+
+def test_dictionary_becomes_an_object_of_its_configuration_class(
+    write: Write, book: nn.Module
+) -> None:
+    """Two parts of the configuration have the same key."""
+    part = "@dataclass\nclass Part:\n    kind: str = 'x'\n    size: int = 3\n\n\n"
+    code = SMALL_DATACLASS.replace("@dataclass", f"{part}@dataclass").replace(
+        "int = 2", "int = 2\n    attn: Part = None\n    mlp: Part = None"
+    )
+    check = "        assert (config.attn, config.mlp) == (Part('a', 3), Part('b', 5))\n"
+    settings = SETTINGS | {"attn": {"kind": "a"}, "mlp": {"kind": "b", "size": 5}}
+    check_logits(write(code.replace("        super()", f"{check}        super()")), book, settings)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_value_that_cannot_be_given_is_refused(name: str, write: Write, book: nn.Module) -> None:
+    code = OF_ANY_TYPE[name].replace("assert", "_ =")
+    settings = SETTINGS | STRUCTURED | {"extra": {"scales": torch.ones(2)}, "dtype": torch.half}
+    sentence = r"reads 'extra', but .* \(a tensor of shape \[2\]\)\. .*'GPT\(\.\.\., extra="
+    with pytest.raises(Problem, match=sentence):
+        logits_here(write(code), book, settings)
+
+
+def test_value_that_the_code_does_not_read_is_not_refused(write: Write, book: nn.Module) -> None:
+    check_logits(write(BY_NAMES), book, SETTINGS | {"scales": {3: 1}, "extra": b"bytes"})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({1: 2}, "a dictionary with keys that are not texts"),
+        ([{"a": torch.ones(2, 3)}], "a tensor of shape [2, 3]"),
+        (b"x", "a value of type bytes"),
+        ([0] * 2**18, "a value of 786,432 bytes, more than 262,144"),
+        ([0] * (2**18 + 1), "a value with 262,145 elements"),
+        (json.loads("[" * 17 + "]" * 17), "a value with more than 16 levels"),
+    ],
+)
+def test_values_that_cannot_be_given_are_described(value: Any, text: str) -> None:
+    assert unpassed_in({"Extra": value, "betas": value, "dtype": torch.half}) == {"extra": text}
+    assert "extra" not in said_in({"Extra": value}, {})
+
+
 def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module) -> None:
     """The tensors show the width and the layers, but not the heads."""
     for text in (BY_NAMES, SMALL_DATACLASS):
@@ -181,6 +289,8 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
     code = write(DICTIONARY.replace('cfg["n_heads"]', "getattr(cfg, 'n_heads', 4)"))
     assert "of gpt.py:GPT: n_heads=4." in assumed_defaults(code, kept_by(code, book, {}))
     assert assumed_defaults(code, kept_by(code, book, SETTINGS)) == ""
+    code = write(BY_NAMES.replace("n_layer=2", "n_layer=2, window_sizes=(4, 16)"))
+    assert "GPT: window_sizes=[4, 16]." in assumed_defaults(code, kept_by(code, book, SETTINGS))
     script = write(SCRIPT)
     assert assumed_defaults(script, kept_by(script, book, {})) == ""
 
