@@ -79,7 +79,7 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire) -> None:
     match job.kind:
         case "compare":
             rows, length = options["rows"], options["length"]
-            token_ids, *logits = compare(caller, rows, length)
+            token_ids, *logits = compare(caller, rows, length, built.attempt.named_ids(rows))
             header = {"token_ids": token_ids.tolist(), "kept": built.attempt.kept}
             wire.send(header, torch.stack(logits))
             token_ids, late = compare_late(caller, rows, length, options["longest"])

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,8 @@ from logitd.model.owner_code.process.problem import Problem
 
 CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_args", "model_config",
                 "settings", "opt", "hyperparameters", "hp")  # fmt: skip
+ID_NAME = re.compile(r"(.+_)?(id|idx|index|token)|pad|bos|eos|eot|sep|cls|unk|mask")
+"""Names of values that may be the id of a special token."""
 WRAPPERS = {
     "_orig_mod",  # torch.compile
     "_forward_module",  # Lightning Fabric
@@ -146,6 +149,14 @@ class Attempt:
         parts = value if isinstance(value, list | tuple) else [value]
         if all(isinstance(part, bool | int | float | str) for part in parts):
             self.kept[name] = list(value) if isinstance(value, list | tuple) else value
+
+    def named_ids(self, rows: int) -> set[int]:
+        """The ids below `rows` that the values name, such as that of padding."""
+        return {
+            value
+            for name, value in {**self.over, **self.kept}.items()
+            if type(value) is int and 0 <= value < rows and ID_NAME.fullmatch(name.lower())
+        }
 
     def within(self, section: Mapping[str, Any]) -> "Attempt":
         """The attempt for a part of the configuration, whose values take precedence."""

@@ -90,13 +90,43 @@ def test_long_sequence_ends_at_the_limit_of_the_model(longest: int, length: int)
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"), [(1000, [0, 1, 997, 998, 999]), (3, [0, 1, 0, 1, 2])]
+    ("rows", "expected"), [(1000, [0, 1, 999, 998, 997]), (3, [0, 1, 2, 1, 0])]
 )
 def test_compared_ids_include_the_first_and_the_last(rows: int, expected: list[int]) -> None:
     model = nn.Sequential(nn.Embedding(rows, rows), Limited(5))
     ids, logits, _ = compare(Caller(model), rows, 5)
     assert ids[2].tolist() == expected
     assert torch.equal(logits, model(ids))
+
+
+class Padded(nn.Module):
+    """Adds up the embeddings of earlier ids, except of padding. Each position sees itself."""
+
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        self.embed, self.padding = nn.Embedding(1000, 1000), padding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        seen = x.masked_fill((ids == self.padding)[..., None], 0)
+        return seen.cumsum(1) - seen + x
+
+
+@pytest.mark.parametrize("padding", [0, 999, 500])
+def test_compared_ids_show_masked_padding(padding: int) -> None:
+    """The last id was at the last position, whose mask no other position shows."""
+    model = Padded(padding)
+    ids, logits, _ = compare(Caller(model), 1000, 24, named=[500])
+    assert not torch.allclose(logits, model.embed(ids).cumsum(1), atol=1e-3)
+
+
+@pytest.mark.parametrize("text", ["", ", pad_id=7, eos_id=99"], ids=["setting", "default"])
+def test_ids_of_special_tokens_are_named(text: str, write: Write, book: nn.Module) -> None:
+    tensors = mapped(book)
+    settings = SETTINGS | ({} if text else {"pad_id": 7})
+    code = write(BY_NAMES.replace("n_layer=2", f"n_layer=2{text}"))
+    request = request_of(code, tensors, findings(tensors, settings), settings)
+    assert build_model(request, tensors.tensors).attempt.named_ids(29) == {7}
 
 
 class Limited(nn.Module):
