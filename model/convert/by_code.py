@@ -32,6 +32,7 @@ from logitd.model.convert.by_role.owner_code import (
     require_causal,
     require_one_eps,
     said_in,
+    unpassed_in,
 )
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
@@ -44,6 +45,7 @@ from logitd.model.convert.foreign import (
     count_or_zero,
     plausible_loss,
 )
+from logitd.model.convert.hf.folder import refuse_adapter
 from logitd.model.convert.importing import record_of_import, reporting_damage
 from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
@@ -97,6 +99,7 @@ def import_by_code(
     cannot be imported, and FileError if `destination` exists or cannot be written."""
     require_new(destination)
     code = options.code
+    refuse_adapter(source)
     with reporting_damage(source):
         path = find_state_file(source) if source.is_dir() else source
         file = read_state_file(path)
@@ -153,14 +156,15 @@ def _request(file: StateFile, options: CodeOptions) -> Request:
     try:
         roles = RoleOptions(answers=options.answers)
         recognized = recognize_file(file, roles, options.context_length)
-        request = request_of(code, recognized.tensors, recognized.findings, file.settings)
+        request = request_of(code, recognized.tensors, recognized.findings, file.values)
     except ConvertError:  # not a known kind of GPT
         request = Request(
             file=str(code.file.resolve()),
             expression=code.expression,
             call=code.call,
-            said=said_in(file.settings, answers),
-            doubtful={} if "norm_eps" in answers else doubtful_eps(file.settings),
+            said=said_in(file.values, answers),
+            doubtful={} if "norm_eps" in answers else doubtful_eps(file.values),
+            unpassed=unpassed_in(file.values),
         )
     given = {} if options.context_length is None else {"context_length": options.context_length}
     return replace(request, said={**request.said, **answers, **_under_all_names(given)})

@@ -42,7 +42,7 @@ from logitd.model.convert.card import write_import_card
 from logitd.model.convert.check_text import check_files, compare_with_text, read_check_text
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
 from logitd.model.convert.hf.config import FAMILIES, read_huggingface
-from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS
+from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS, refuse_adapter
 from logitd.model.convert.layouts import MATRICES
 from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.llama2c import read_llama2c
@@ -278,6 +278,7 @@ def _open(
     named = source
     if source.is_file() and source.name in PUBLISHED_FILES:
         source = source.parent
+    refuse_adapter(source)
     if not roles.given and source.is_dir():
         roles = replace(roles, answers=_family_answers(source))
     if not roles.given:

@@ -22,7 +22,7 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings
-from logitd.model.owner_code.process.build import without_wrappers
+from logitd.model.owner_code.process.build import CONFIG_NAMES, without_wrappers
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """In a folder, files with these suffixes count as weight files."""
@@ -67,6 +67,8 @@ class StateFile:
     tensors    tensors by name; prefixes that wrappers add are removed
     state      key of the state dict; None if the file itself is the state dict
     settings   numbers, flags and strings of the configuration, by name
+    values     the settings, and the configuration's values of all other types, by name: parameters
+               of the owner's class may have any type
     contents   everything in the file except tensors; may include a vocabulary
     unknown    settings that are not understood and may change logits
     loss       the loss that the file states; None if it states none
@@ -77,6 +79,7 @@ class StateFile:
     tensors: Mapping[str, Tensor]
     state: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     contents: Mapping[str, Any] = field(default_factory=dict)
     unknown: Mapping[str, Any] = field(default_factory=dict)
     loss: StatedLoss | None = None
@@ -93,13 +96,15 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         if state is None:
             _check_nothing_outside(path, whole, key, loaded)
     where = f"{path} ({key})" if key else str(path)
-    beside = _settings_beside(path)
+    document = _document_beside(path)
+    beside, inside = collect_settings(document), collect_settings(whole)
     return StateFile(
         path,
         where,
         named_tensors(where, loaded),
         state=key or None,
-        settings=beside | collect_settings(whole),
+        settings=beside | inside,
+        values=collect_values(document) | collect_values(whole) | beside | inside,
         contents=contents,
         unknown=unknown_settings(
             beside | collect_settings(whole, of_model_alone=True), by_role=True
@@ -283,6 +288,32 @@ def collect_settings(
     return settings
 
 
+def collect_values(contents: Mapping[Any, Any], depth: int = 0) -> dict[str, Any]:
+    """Collect the values of all nested dictionaries except state dicts, vocabularies and the
+    optimizer's. A dictionary is a value, too, unless its name says that it is the configuration of
+    the model. If dictionaries disagree, the section about the model takes precedence, or else the
+    outermost dictionary."""
+    of_model, collected, inner = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for key, value in contents.items():
+        name = str(key)
+        if isinstance(value, Mapping):
+            if _is_state(value) or _mentions(_OPTIMIZER, name):
+                continue
+            if depth < 3 and not _is_table(value):
+                found = collect_values(value, depth + 1)
+                if name.lower() in MODEL_SECTIONS:
+                    of_model = found | of_model
+                inner = found | inner
+            if name.lower() in (*MODEL_SECTIONS, *CONFIG_NAMES):
+                continue
+        collected[name] = value
+    return {} if _is_state(contents) else inner | collected | of_model
+
+
+def _is_state(values: Mapping[Any, Any]) -> bool:
+    return len(values) > 0 and all(isinstance(value, Tensor) for value in values.values())
+
+
 def _mentions(pattern: re.Pattern[str], name: str) -> bool:
     """True if a word of the name of a section matches a pattern."""
     return any(pattern.fullmatch(word) for word in re.split(r"[\W_]+", snake_case(name)))
@@ -300,7 +331,8 @@ def _unread_beside(path: Path) -> dict[str, Any]:
     return {name: "not read" for name in UNREAD_SETTINGS if path.with_name(name).is_file()}
 
 
-def _settings_beside(path: Path) -> dict[str, Any]:
+def _document_beside(path: Path) -> dict[str, Any]:
+    """The JSON object in the first settings file next to the weights; empty if there is none."""
     for name in SETTINGS_FILES:
         file = path.parent / name
         if file.is_file():
@@ -309,5 +341,5 @@ def _settings_beside(path: Path) -> dict[str, Any]:
             except ConvertError as error:
                 raise ConvertError(f"{error} (next to the weights)") from error
             if isinstance(document, dict):
-                return collect_settings(document)
+                return document
     return {}

@@ -151,6 +151,11 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
 
 
+def is_of_training(name: str) -> bool:
+    """True if a setting of this name describes the training, or if the tensors show its effect."""
+    return _NAMES.fullmatch(name.lower()) is not None
+
+
 def unshown(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values whose effect the tensors do not show, such as the number of heads, and those that
     are not understood."""

@@ -176,7 +176,7 @@ class CodeProcess:
 class Comparison:
     """Ids and the logits of the owner's model for them.
 
-    token_ids  two sequences of random ids, and one of the first and last ids (3, T)
+    token_ids  two sequences of random ids, and one of ids that are often special (3, T)
     logits     their logits (3, T, V)
     changed    their logits after the last id of each was replaced
     long_ids   a longer sequence (1, L)

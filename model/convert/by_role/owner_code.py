@@ -6,12 +6,14 @@ usual names. `resolve.py` compares the logits with the logits of this project's 
 """
 
 import ast
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from logitd.model.convert.by_role.evidence import OF_SETTINGS
 from logitd.model.convert.by_role.finding import Finding, Findings
@@ -21,7 +23,7 @@ from logitd.model.convert.by_role.resolution import OpenQuestions, question
 from logitd.model.convert.by_role.stated import ANY_EPS, read_eps, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.unknown_settings import unshown
+from logitd.model.convert.unknown_settings import is_of_training, unshown
 from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
 from logitd.model.owner_code.process.build import Request
 
@@ -33,9 +35,15 @@ LONGEST, LONGEST_LOGITS = 2048, 2**26
 sliding window; and the maximum number of all its logits."""
 OF_TRAINING = ("step", "val_loss")
 """Fields that describe the training."""
+VALUE_BYTES, VALUE_DEPTH = 2**18, 16
+"""Maximum size as JSON, in bytes, and maximum depth of a list or a dictionary that is passed to the
+owner's code."""
 CAUSAL_TOLERANCE = 1e-3
 """If different later ids change the logits of earlier positions by at most this, the change is
 attributed to rounding."""
+_FIELD_NAMES = frozenset(name for names in SETTINGS.values() for name in names)
+_FOR_EVALUATION: Mapping[str, Any] = {**dict.fromkeys(SETTINGS["dropout"], 0.0), "device": "cpu"}
+"""Values that replace the source's, whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +92,15 @@ def owner_logits(
     code: OwnerCode,
     tensors: MappedTensors,
     findings: Findings,
-    settings: Mapping[str, Any],
+    values: Mapping[str, Any],
     *,
     timeout: float = START_SECONDS,
 ) -> LogitsObjective:
-    """The objective of matching the logits that the owner's code computes. Raises ConvertError if
-    the code fails or if the model is not causal, and OpenQuestions if its eps is not certain."""
+    """The objective of matching the logits that the owner's code computes with the file's values.
+    Raises ConvertError if the code fails or if the model is not causal, and OpenQuestions if its
+    eps is not certain."""
     rows, context = tensors.shape("token_embedding")[0], findings["context_length"].values[0]
-    request = request_of(code, tensors, findings, settings)
+    request = request_of(code, tensors, findings, values)
     try:
         found = compare(
             str(code),
@@ -125,7 +134,7 @@ def owner_logits(
 
 
 def request_of(
-    code: OwnerCode, tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
+    code: OwnerCode, tensors: MappedTensors, findings: Findings, values: Mapping[str, Any]
 ) -> Request:
     """The request to the owner's process. It states everything that is known about the model, sets
     dropout to 0, and selects the CPU."""
@@ -144,7 +153,7 @@ def request_of(
         known = dict.fromkeys(SETTINGS["n_head"], findings["n_head"].values[0])
     if eps.resolved and not eps.origin.endswith(OF_SETTINGS):
         known |= dict.fromkeys(SETTINGS["norm_eps"], eps.values[0])
-    said = said_in(settings, known, leave_out=fields)
+    said = said_in(values, known, leave_out=fields)
     qkv, others = mapped.has_bias(*QKV), mapped.has_bias("attention_out", "mlp_down")
     return Request(
         file=str(code.file.resolve()),
@@ -153,28 +162,87 @@ def request_of(
         said=said,
         shape={key: value for field, value in fields.items() for key in SETTINGS[field]},
         flags={"qkv_bias": qkv, "attention_bias": qkv, "bias": others, "use_bias": others},
-        doubtful={} if known.keys() & set(ANY_EPS) else doubtful_eps(settings),
+        doubtful={} if known.keys() & set(ANY_EPS) else doubtful_eps(values),
+        unpassed=unpassed_in(values),
     )
 
 
 def said_in(
-    settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
+    values: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The source's settings, with their keys in lower case, except an eps that may be the
-    optimizer's. Each setting is added under all other usual names of its field, unless the field is
-    in `leave_out`, because the tensors' shapes determine it, or describes the training. Values in
-    `known` override the added values, but not the source's own values. Dropout is 0, and the device
-    is the CPU."""
+    """The source's values that JSON can express, with their keys in lower case, except an eps that
+    may be the optimizer's, and null for a field of a computation. Each number, flag and text is
+    added under all other usual names of its field, unless the field is in `leave_out`, because
+    the tensors' shapes determine it, or describes the training. Values in `known` override the
+    added values, but not the source's own values. Dropout is 0, and the device is the CPU."""
     said = dict(known)
-    settings = {key: value for key, value in settings.items() if str(key).lower() not in ANY_EPS}
+    passed = {
+        str(key): _for_evaluation(value)
+        for key, value in values.items()
+        if str(key).lower() not in ANY_EPS and not _obstacle(value)
+    }
+    settings = {key: value for key, value in passed.items() if not isinstance(value, dict | list)}
     for field, keys in SETTINGS.items():
         if field in (*leave_out, *OF_TRAINING):
             continue
         if (value := setting(settings, field)[0]) is not None:
             said |= {key: value for key in keys if key not in said}
-    scalars = {key: value for key, value in settings.items() if not isinstance(value, list)}
-    said |= {str(key).lower(): value for key, value in scalars.items()}
-    return said | dict.fromkeys(SETTINGS["dropout"], 0.0) | {"device": "cpu"}
+    said |= {
+        key.lower(): value
+        for key, value in passed.items()
+        if value is not None or key.lower() not in _FIELD_NAMES
+    }
+    return {**said, **_FOR_EVALUATION}
+
+
+def unpassed_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """Descriptions of the values that cannot be passed to the owner's code, by name in lower case,
+    except values that change no logit."""
+    return {
+        str(key).lower(): described
+        for key, value in values.items()
+        if (described := _obstacle(value))
+        and not is_of_training(str(key))
+        and not isinstance(value, torch.dtype | torch.device)
+    }
+
+
+def _obstacle(value: Any, depth: int = 0) -> str:
+    """A description of a value that JSON cannot express, or of its part; "" if JSON can."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return ""
+        case Tensor():
+            return f"a tensor of shape {list(value.shape)}"
+        case dict() if not all(isinstance(key, str) for key in value):
+            return "a dictionary with keys that are not texts"
+        case list() | tuple() | dict():
+            pass
+        case _:
+            return f"a value of type {type(value).__name__}"
+    if depth == VALUE_DEPTH:
+        return f"a value with more than {VALUE_DEPTH} levels"
+    if len(value) > VALUE_BYTES:
+        return f"a value with {len(value):,} elements"
+    parts = value.values() if isinstance(value, dict) else value
+    if inner := next(filter(None, (_obstacle(part, depth + 1) for part in parts)), ""):
+        return inner
+    size = 0 if depth else len(json.dumps(value))
+    return f"a value of {size:,} bytes, more than {VALUE_BYTES:,}" if size > VALUE_BYTES else ""
+
+
+def _for_evaluation(value: Any) -> Any:
+    """The value with dropout 0 and the CPU as the device in all dictionaries that it contains."""
+    if isinstance(value, list | tuple):
+        return [_for_evaluation(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _FOR_EVALUATION[key.lower()]
+        if key.lower() in _FOR_EVALUATION and isinstance(part, int | float | str)
+        else _for_evaluation(part)
+        for key, part in value.items()
+    }
 
 
 def doubtful_eps(settings: Mapping[str, Any]) -> dict[str, float]:

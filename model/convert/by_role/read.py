@@ -220,7 +220,7 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
         length = findings["context_length"].values[0]
         objectives = text_objectives(text, length, recognized.file.loss)
     if code is not None:
-        objectives = [owner_logits(code, tensors, findings, recognized.file.settings)]
+        objectives = [owner_logits(code, tensors, findings, recognized.file.values)]
     try:
         return resolve(tensors, findings, *objectives)
     except OpenQuestions as error:

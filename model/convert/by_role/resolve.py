@@ -109,10 +109,10 @@ def _by_logits(
     if (edge := search.mean(best, "thorough")) > objective.tolerance:
         raise ConvertError(
             f"{tensors.where}: random ids match the logits of {objective.name}, but the first and "
-            f"last ids of the vocabulary differ by {edge:.3g}; the limit is "
-            f"{objective.tolerance:.1g}. The owner's code treats an id, such as padding, in its "
-            "own way. If no text contains this id, remove that from a copy of the code; otherwise, "
-            "serve the owner's class with --run-code"
+            "last ids of the vocabulary, and those that settings name, differ by "
+            f"{edge:.3g}; the limit is {objective.tolerance:.1g}. The owner's code treats an id, "
+            "such as padding, in its own way. If no text contains this id, remove that from a copy "
+            "of the code; otherwise, serve the owner's class with --run-code"
         )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)

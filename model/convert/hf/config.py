@@ -33,7 +33,7 @@ from logitd.model.convert.layouts import (
     read_sizes,
     read_weights,
 )
-from logitd.model.convert.source_file import source_object
+from logitd.model.convert.source_file import member, source_object
 from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.config import Activation, GPTConfig
 from logitd.model.transformer.shapes import gpt2_shape
@@ -78,7 +78,8 @@ def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
             name: value
             for name, value in unknown_settings(settings.unread()).items()
             if value is not False and name not in NEUTRAL
-        },
+        }
+        | _own_code(document, where),
         facts={"architectures": _architectures(settings.get("architectures", []), where)},
     )
 
@@ -100,6 +101,13 @@ def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, 
     config, unbiased = read_shape(settings)
     reader.ignore(*BUFFERS)
     return config, read_weights(reader, config, layout, unbiased=unbiased)
+
+
+def _own_code(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`auto_map` if it names a model class of its own, which may compute other logits than the
+    class of `model_type`; otherwise empty."""
+    named = member(document, "auto_map", dict, where)
+    return {"auto_map": named} if any(name.startswith("AutoModel") for name in named) else {}
 
 
 def _architectures(names: Any, where: str) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from logitd.model.owner_code.process.answer import Answerer
-from logitd.model.owner_code.process.build import Request, build_model
+from logitd.model.owner_code.process.build import Request, Section, build_model
 from logitd.model.owner_code.process.call import Caller, compare, compare_late
 from logitd.model.owner_code.process.measure import PACKAGES, measure
 from logitd.model.owner_code.process.network import leave_network
@@ -52,7 +52,8 @@ class Job:
 
 def main(folder: Path, wire: Wire) -> int:
     leave_network()
-    job = Job(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    text = (folder / REQUEST).read_text(encoding="utf-8")
+    job = Job(**json.loads(text, object_hook=Section))
     request = Request(**job.request)
     root = Path.cwd()
     if root.name not in PACKAGES:  # a checkout of this project, whose folders have common names
@@ -78,7 +79,7 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire) -> None:
     match job.kind:
         case "compare":
             rows, length = options["rows"], options["length"]
-            token_ids, *logits = compare(caller, rows, length)
+            token_ids, *logits = compare(caller, rows, length, built.attempt.named_ids(rows))
             header = {"token_ids": token_ids.tolist(), "kept": built.attempt.kept}
             wire.send(header, torch.stack(logits))
             token_ids, late = compare_late(caller, rows, length, options["longest"])

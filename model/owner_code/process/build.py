@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from logitd.model.owner_code.process.define import (
+    as_default,
     is_config_name,
     loaded,
     parse,
@@ -29,6 +31,8 @@ from logitd.model.owner_code.process.problem import Problem
 
 CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_args", "model_config",
                 "settings", "opt", "hyperparameters", "hp")  # fmt: skip
+ID_NAME = re.compile(r"(.+_)?(id|idx|index|token)|pad|bos|eos|eot|sep|cls|unk|mask")
+"""Names of values that may be the id of a special token."""
 WRAPPERS = {
     "_orig_mod",  # torch.compile
     "_forward_module",  # Lightning Fabric
@@ -49,6 +53,8 @@ class Request:
     shape              values that follow from the shapes of the tensors
     flags              guesses about which parts have a bias
     doubtful           values that may belong to the optimizer. They replace no default of the code
+    unpassed           descriptions of the checkpoint's values that JSON cannot express. The code
+                       must not look them up
     call               expression that returns logits; it may use `model`, `ids` and names of the
                        file. None means `model(ids)`
     chosen             values of the attempt that created the model earlier; None tries all attempts
@@ -60,6 +66,7 @@ class Request:
     shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     doubtful: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unpassed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     call: str | None = None
     chosen: Mapping[str, Any] | None = None
 
@@ -78,9 +85,18 @@ EXPRESSION = (
 )
 
 
-class Values(dict[str, Any]):
-    """The values of an attempt as a dictionary whose keys are also attributes. The attempt notes
-    each key that is looked up, and each default that is used."""
+class Section(dict[str, Any]):
+    """A dictionary whose keys are also attributes, because the owner's code may read either."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Values(Section):
+    """The values of an attempt. The attempt notes each key that is looked up, and each default that
+    is used."""
 
     def __init__(self, attempt: "Attempt") -> None:
         super().__init__({**attempt.values, **attempt.over})
@@ -99,9 +115,8 @@ class Values(dict[str, Any]):
         return default
 
     def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        raise AttributeError(name)
+        self.attempt.asked.add(name)
+        return super().__getattr__(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +129,11 @@ class Attempt:
     asked   names that the code has looked up in any attempt so far
     names   values of variables whose assignment fails; names have their exact case
     kept    the code's own values of parameters and variables that nothing has replaced, if they are
-            numbers, flags or strings
+            numbers, flags, strings, or lists of them
     doubtful
             names in `values` that replace no default
+    unpassed
+            names of values that cannot be passed
     """
 
     top: Mapping[str, Any]
@@ -126,10 +143,25 @@ class Attempt:
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
     doubtful: frozenset[str] = frozenset()
+    unpassed: frozenset[str] = frozenset()
 
     def keep(self, name: str, value: Any) -> None:
-        if isinstance(value, bool | int | float | str):
-            self.kept[name] = value
+        parts = value if isinstance(value, list | tuple) else [value]
+        if all(isinstance(part, bool | int | float | str) for part in parts):
+            self.kept[name] = list(value) if isinstance(value, list | tuple) else value
+
+    def named_ids(self, rows: int) -> set[int]:
+        """The ids below `rows` that the values name, such as that of padding."""
+        return {
+            value
+            for name, value in {**self.over, **self.kept}.items()
+            if type(value) is int and 0 <= value < rows and ID_NAME.fullmatch(name.lower())
+        }
+
+    def within(self, section: Mapping[str, Any]) -> "Attempt":
+        """The attempt for a part of the configuration, whose values take precedence."""
+        own = {name.lower(): value for name, value in section.items()}
+        return dataclasses.replace(self, over={**self.over, **own}, values={**self.values, **own})
 
     @property
     def chosen(self) -> dict[str, Mapping[str, Any]]:
@@ -152,7 +184,12 @@ def attempts(request: Request) -> Iterator[Attempt]:
     `chosen`, yield only that attempt."""
     said, shape = request.said, request.shape
     asked, none = set[str](), dict[str, Any]()
-    made = functools.partial(Attempt, asked=asked, doubtful=frozenset(request.doubtful))
+    made = functools.partial(
+        Attempt,
+        asked=asked,
+        doubtful=frozenset(request.doubtful),
+        unpassed=frozenset(request.unpassed),
+    )
     if request.chosen is not None:
         yield made(**request.chosen)
         return
@@ -167,8 +204,9 @@ def attempts(request: Request) -> Iterator[Attempt]:
 
 def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
     """The owner's model with the checkpoint's weights, in evaluation mode. Raises Problem."""
-    problems, tried = list[Problem](), set[str]()
+    problems, tried, asked = list[Problem](), set[str](), set[str]()
     for attempt in attempts(request):
+        asked = attempt.asked
         try:
             file = Path(request.file)
             module = run_definitions(
@@ -180,6 +218,8 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
             problems.append(problem)
             tried = attempt.asked & request.flags.keys()
         else:
+            asked.update(name.lower() for name, _ in read_defaults(file))
+            _refuse_unpassed(request, asked)
             names = {**attempt.names, **record(file, request.expressions, module)}
             for name, value in vars(module).items():
                 if request.doubtful.get(name.lower(), value) != value:
@@ -189,6 +229,7 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
                 if name not in given and name.lower() not in given:
                     attempt.keep(name, default)
             return Built(model.eval(), module, dataclasses.replace(attempt, names=names))
+    _refuse_unpassed(request, asked)
     said = str(problems[:3][-1])
     if flags := sorted(tried - request.said.keys()):
         said += (
@@ -196,6 +237,16 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
             f"model, such as '{request.expression}({flags[0]}=False)'"
         )
     raise Problem(said)
+
+
+def _refuse_unpassed(request: Request, asked: Collection[str]) -> None:
+    """Raise Problem if the code has looked up a value that cannot be passed to it."""
+    for name in sorted(request.unpassed.keys() & asked):
+        raise Problem(
+            f"the code reads {name!r}, but the checkpoint's value cannot be passed to it "
+            f"({request.unpassed[name]}). Give an expression that creates the model as it was "
+            f"trained, such as 'GPT(..., {name}=...)'"
+        )
 
 
 def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Module:
@@ -238,6 +289,7 @@ def arguments(
     for name, parameter in inspect.signature(made).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             for key, default in read_keys(name, made, module):
+                attempt.asked.add(key.lower())
                 if key.lower() in attempt.over and key not in given:
                     given[key] = attempt.over[key.lower()]
                 elif key not in given:
@@ -246,12 +298,16 @@ def arguments(
             continue
         attempt.asked.add(name.lower())
         needed = parameter.default is parameter.empty
-        if name.lower() in attempt.over:
-            given[name] = attempt.over[name.lower()]
-        elif name.lower() in CONFIG_NAMES or config_class(parameter, module) is not None:
-            given[name] = config_object(config_class(parameter, module), module, attempt)
+        value = attempt.over.get(name.lower())
+        named = config_class(parameter, module)
+        if isinstance(value, dict) and named is None and needed and is_config_name(name):
+            given[name] = config_object(None, module, attempt.within(value))
+        elif name.lower() in attempt.over:
+            given[name] = fitted(value, parameter, module, attempt)
+        elif name.lower() in CONFIG_NAMES or named is not None:
+            given[name] = config_object(named, module, attempt)
         elif needed and name.lower() in attempt.values:
-            given[name] = attempt.values[name.lower()]
+            given[name] = fitted(attempt.values[name.lower()], parameter, module, attempt)
         elif needed and is_used_as_object(name, made, module):
             given[name] = config_object(None, module, attempt)
         elif needed:
@@ -263,6 +319,17 @@ def arguments(
         else:
             attempt.keep(name, parameter.default)
     return given
+
+
+def fitted(
+    value: Any, parameter: inspect.Parameter, module: types.ModuleType, attempt: Attempt
+) -> Any:
+    """The value for a parameter: an object of the parameter's configuration class instead of a
+    dictionary, and a tuple instead of a list if the default is a tuple."""
+    named = config_class(parameter, module)
+    if isinstance(value, dict) and named is not None:
+        return config_object(named, module, attempt.within(value))
+    return as_default(value, parameter.default)
 
 
 def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type | None:
@@ -310,8 +377,8 @@ def read_keys(
 
 
 def read_defaults(file: Path) -> Iterator[tuple[str, Any]]:
-    """The names that a file reads from a configuration with `getattr`, with their defaults, if
-    these are constants."""
+    """The names that a file reads from a configuration with `getattr`, with their defaults; None if
+    there is no constant default."""
     for node in ast.walk(parse(file)):
         match node:
             case ast.Call(
@@ -319,10 +386,10 @@ def read_defaults(file: Path) -> Iterator[tuple[str, Any]]:
                 [
                     ast.Name(id=of) | ast.Attribute(attr=of),
                     ast.Constant(str(name)),
-                    ast.Constant(default),
+                    default,
                 ],
             ) if of.lower() in CONFIG_NAMES:
-                yield name, default
+                yield name, default.value if isinstance(default, ast.Constant) else None
 
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
@@ -335,25 +402,29 @@ def config_object(named: type | None, module: types.ModuleType, attempt: Attempt
     ]  # fmt: skip
     if len(classes) != 1:
         return Values(attempt)
-    config = classes[0](**config_arguments(classes[0], attempt))
+    config = classes[0](**config_arguments(classes[0], module, attempt))
     if not dataclasses.is_dataclass(config):
-        attempt.asked.update(name for name in attempt.values if hasattr(config, name))
+        known = attempt.values.keys() | attempt.unpassed
+        attempt.asked.update(name for name in known if hasattr(config, name))
         for name in attempt.values:
             if hasattr(config, name) and name not in attempt.over:
                 attempt.keep(name, getattr(config, name))
         for name, value in attempt.over.items():
             if hasattr(config, name):
-                setattr(config, name, value)
+                setattr(config, name, as_default(value, getattr(config, name)))
+    for name, _ in read_defaults(Path(str(module.__file__))):
+        if not hasattr(config, name) and name.lower() in attempt.over:
+            object.__setattr__(config, name, attempt.over[name.lower()])  # it may be frozen
     return config
 
 
-def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
+def config_arguments(made: type, module: types.ModuleType, attempt: Attempt) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
         attempt.asked.add(name.lower())
         needed = attempt.values if parameter.default is parameter.empty else attempt.over
         if name.lower() in (known := {**needed, **attempt.over}):
-            given[name] = known[name.lower()]
+            given[name] = fitted(known[name.lower()], parameter, module, attempt)
         else:
             attempt.keep(name, parameter.default)
     return given

@@ -13,7 +13,7 @@ place.
 import inspect
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,11 +177,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(value.logits)
 
 
-def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def compare(
+    caller: Caller, rows: int, length: int, named: Collection[int] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
     """Ids (3, T), their logits (3, T, rows), and the logits after the last id of each sequence was
     replaced. The first two sequences are random. The third has the first and the last ids of the
-    vocabulary, which are often special. Raises Problem."""
-    token_ids = torch.cat((random_ids(2, length, rows), first_and_last_ids(length, rows)))
+    vocabulary, which are often special, and the `named` ids. Raises Problem."""
+    token_ids = torch.cat((random_ids(2, length, rows), special_ids(length, rows, named)))
     logits = caller.logits(token_ids, rows)
     require_logits(caller, token_ids, logits)
     changed = caller.logits(with_other_ids(token_ids, rows, [-1]), rows)
@@ -230,10 +232,14 @@ def random_ids(count: int, length: int, rows: int) -> Tensor:
     return torch.randint(0, rows, (count, length), generator=generator)
 
 
-def first_and_last_ids(length: int, rows: int) -> Tensor:
-    """Ids (1, length): the first ids below `rows` in the first half, the last ids in the second."""
-    half = length // 2
-    return torch.cat((torch.arange(half), torch.arange(half - length, 0)))[None] % rows
+def special_ids(length: int, rows: int, named: Collection[int] = ()) -> Tensor:
+    """Ids (1, length): up to a third are `named` ids, which are below `rows`; then follow the first
+    ids below `rows`, and the last ids. The first and the last id precede others of their half,
+    because only later positions show that the model masks a position with padding."""
+    named = sorted(named)[: length // 3]
+    first = (length - len(named)) // 2
+    last = length - len(named) - first
+    return torch.tensor([*named, *range(first), *range(-1, -1 - last, -1)])[None] % rows
 
 
 def with_other_ids(token_ids: Tensor, rows: int, positions: Sequence[int]) -> Tensor:

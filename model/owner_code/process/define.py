@@ -39,7 +39,7 @@ def run_definitions(
     names.
 
     values    values for variables whose assignment fails or is missing; names are in lower case
-    override  numbers that replace the values of global variables; names are in lower case
+    override  values that replace the values of global variables; names are in lower case
     recorded  values for variables whose assignment fails; names have their exact case. They take
               precedence over `values`
 
@@ -71,12 +71,26 @@ def run_definitions(
                 names |= dict.fromkeys(targets, failed)
             names |= {name: values[name.lower()] for name in targets if name.lower() in values}
             names |= {name: recorded[name] for name in targets if name in recorded}
-        for name in targets & override.keys():
-            if isinstance(names.get(name), int | float) and isinstance(override[name], int | float):
-                names[name] = override[name]
+        for name in targets & override.keys() & names.keys():
+            if is_replaceable(names[name], override[name]):
+                names[name] = as_default(override[name], names[name])
     missing = needed - names.keys()
     names |= {name: values[name.lower()] for name in missing if name.lower() in values}
     return module
+
+
+def is_replaceable(own: Any, value: Any) -> bool:
+    """True if a global variable's own value is None, or if it is plain data and a value of the
+    checkpoint is of the same kind or None."""
+    kinds: Sequence[Any] = (int | float, str, list | tuple, dict)
+    return own is None or any(
+        isinstance(own, kind) and (value is None or isinstance(value, kind)) for kind in kinds
+    )
+
+
+def as_default(value: Any, default: Any) -> Any:
+    """The value; a list as a tuple if the default is a tuple, which JSON cannot express."""
+    return tuple(value) if isinstance(value, list) and isinstance(default, tuple) else value
 
 
 def record(file: Path, expressions: Sequence[str], module: types.ModuleType) -> dict[str, Any]:

@@ -180,6 +180,21 @@ def test_numbers_are_collected_from_all_sections(tmp_path: Path) -> None:
     assert set(file.contents) == {"config", "iter_num", "losses", "stoi"}
 
 
+def test_values_of_all_types_are_collected(tmp_path: Path) -> None:
+    """The configuration next to the weights, tensors and dictionaries are included; state dicts,
+    the optimizer's section and dictionaries that are a configuration are not."""
+    config = {"scales": torch.ones(2), "extra": {"window": 4}, "sizes": (4, 16), "cap": None}
+    value = {"model": STATE, "optimizer": optimizer_state(), "hparams": config, "extra": 1}
+    (tmp_path / "config.json").write_text('{"beside": [1], "sizes": [9], "n_head": 4}')
+    values = dict(read_state_file(saved(tmp_path / "m.pt", value)).values)
+    assert torch.equal(values.pop("scales"), torch.ones(2))
+    assert values == {"extra": 1, "window": 4, "sizes": [4, 16], "cap": None, "beside": [1],
+                      "n_head": 4}  # fmt: skip
+    file = read_state_file(saved(tmp_path / "m.pt", {"a": {"kind": {"b": 1}}, "model": STATE} | {
+        "model_args": {"kind": {"b": 2}}}))  # fmt: skip
+    assert file.values["kind"] == {"b": 2}
+
+
 def test_models_section_has_precedence() -> None:
     for contents in (
         {"train": {"dim": 1}, "model_args": {"dim": 2}},

@@ -113,6 +113,15 @@ def test_owner_code_has_no_network(write: Write, book: nn.Module) -> None:
             server.accept()
 
 
+def test_owner_code_reads_sections_as_attributes(write: Write, book: nn.Module) -> None:
+    """The settings pass through a file, and a configuration may have been an object."""
+    text = DICTIONARY.replace("super()", "assert cfg.extra.window == 4 == cfg['extra']['window']")
+    code, tensors = write(text.replace(".__init__()", "\n        super().__init__()")), mapped(book)
+    values = SETTINGS | {"extra": {"window": 4}}
+    objective = owner_logits(code, tensors, findings(tensors, values), values)
+    assert objective.logits.shape[-1] == 29
+
+
 def test_endless_code_is_stopped(write: Write, book: nn.Module) -> None:
     tensors = mapped(book)
     code = write(

@@ -5,9 +5,10 @@ These tests call its functions directly; `test_owner_code.py` tests a real proce
 exit status).
 """
 
+import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from logitd.model.convert.by_role.owner_code import (
     request_of,
     require_one_eps,
     said_in,
+    unpassed_in,
 )
 from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.by_role.resolve import answer
@@ -88,13 +90,43 @@ def test_long_sequence_ends_at_the_limit_of_the_model(longest: int, length: int)
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"), [(1000, [0, 1, 997, 998, 999]), (3, [0, 1, 0, 1, 2])]
+    ("rows", "expected"), [(1000, [0, 1, 999, 998, 997]), (3, [0, 1, 2, 1, 0])]
 )
 def test_compared_ids_include_the_first_and_the_last(rows: int, expected: list[int]) -> None:
     model = nn.Sequential(nn.Embedding(rows, rows), Limited(5))
     ids, logits, _ = compare(Caller(model), rows, 5)
     assert ids[2].tolist() == expected
     assert torch.equal(logits, model(ids))
+
+
+class Padded(nn.Module):
+    """Adds up the embeddings of earlier ids, except of padding. Each position sees itself."""
+
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        self.embed, self.padding = nn.Embedding(1000, 1000), padding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        seen = x.masked_fill((ids == self.padding)[..., None], 0)
+        return seen.cumsum(1) - seen + x
+
+
+@pytest.mark.parametrize("padding", [0, 999, 500])
+def test_compared_ids_show_masked_padding(padding: int) -> None:
+    """The last id was at the last position, whose mask no other position shows."""
+    model = Padded(padding)
+    ids, logits, _ = compare(Caller(model), 1000, 24, named=[500])
+    assert not torch.allclose(logits, model.embed(ids).cumsum(1), atol=1e-3)
+
+
+@pytest.mark.parametrize("text", ["", ", pad_id=7, eos_id=99"], ids=["setting", "default"])
+def test_ids_of_special_tokens_are_named(text: str, write: Write, book: nn.Module) -> None:
+    tensors = mapped(book)
+    settings = SETTINGS | ({} if text else {"pad_id": 7})
+    code = write(BY_NAMES.replace("n_layer=2", f"n_layer=2{text}"))
+    request = request_of(code, tensors, findings(tensors, settings), settings)
+    assert build_model(request, tensors.tensors).attempt.named_ids(29) == {7}
 
 
 class Limited(nn.Module):
@@ -166,6 +198,112 @@ def test_keywords_that_the_class_reads_are_given(write: Write, book: nn.Module) 
     assert kept_by(code, book, {"n_layers": 2})["heads"] == 8
 
 
+STRUCTURED: dict[str, Any] = {
+    "window_sizes": [4, 16],
+    "extra": {"window": 4, "Names": ["a", {"b": 1.5}], "dropout": 0.5},
+    "cap": None,
+    "attention": "local",
+}
+CHECKED = """
+        expected = {"window": 4, "Names": ["a", {"b": 1.5}], "dropout": 0.0}
+        assert WINDOWS == SIZES and EXTRA == expected
+        assert (CAP, ATTENTION) == (None, "local")
+"""
+FIELDS = ("window_sizes", "extra", "cap", "attention")
+OWN = ("(1, 2)", "None", "30.0", '"full"')
+"""The defaults of the fields in the owner's code, which the checkpoint contradicts."""
+
+
+def checking(code: str, fields: Sequence[str], sizes: str = "(4, 16)") -> str:
+    """The code with a check of the values of the fields, which are the given expressions."""
+    check = CHECKED.replace("SIZES", sizes)
+    for name, expression in zip(("WINDOWS", "EXTRA", "CAP", "ATTENTION"), fields, strict=True):
+        check = check.replace(name, expression)
+    return code.replace("        super()", f"{check}        super()")
+
+
+def after(line: str, form: str) -> str:
+    """The line, followed by a declaration of each field."""
+    return line + "".join(form.format(*pair) for pair in zip(FIELDS, OWN, strict=True))
+
+
+OF_ANY_TYPE = {
+    "parameter": checking(BY_NAMES.replace("n_layer=2", after("n_layer=2", ", {}={}")), FIELDS),
+    "dataclass": checking(
+        SMALL_DATACLASS.replace("int = 2\n", after("int = 2\n", "    {}: object = {}\n")),
+        [f"config.{name}" for name in FIELDS],
+    ),
+    "attribute": checking(
+        SMALL_ATTRIBUTES.replace("= 12\n", after("= 12\n", "    {} = {}\n"), 1),
+        [f"args.{name}" for name in FIELDS],
+    ),
+    "getattr": checking(
+        SMALL_DATACLASS,
+        [f"getattr(config, {n!r}, {v})" for n, v in zip(FIELDS, OWN, strict=True)],
+        "[4, 16]",
+    ),
+    "dictionary": checking(DICTIONARY, [f"cfg.get({name!r}, 1)" for name in FIELDS], "[4, 16]"),
+    "keywords": checking(
+        BY_NAMES.replace("=0.5", "=0.5, **rest"),
+        [f"rest[{name!r}]" for name in FIELDS],
+        "[4, 16]",
+    ),
+    "variable": checking(
+        SCRIPT.replace("n_layer = 2\n", after("n_layer = 2\n", "{} = {}\n")), FIELDS
+    ),
+}
+REFUSED = [name for name in OF_ANY_TYPE if name != "variable"]
+"""A variable may have any value, because the script that created the checkpoint sets it."""
+
+
+@pytest.mark.parametrize("code", OF_ANY_TYPE.values(), ids=OF_ANY_TYPE)
+def test_values_of_any_type_are_given(code: str, write: Write, book: nn.Module) -> None:
+    """Only numbers, flags and texts were, and the class computed with its defaults."""
+    check_logits(write(code), book, SETTINGS | STRUCTURED)
+
+
+def test_dictionary_becomes_an_object_of_its_configuration_class(
+    write: Write, book: nn.Module
+) -> None:
+    """Two parts of the configuration have the same key."""
+    part = "@dataclass\nclass Part:\n    kind: str = 'x'\n    size: int = 3\n\n\n"
+    code = SMALL_DATACLASS.replace("@dataclass", f"{part}@dataclass").replace(
+        "int = 2", "int = 2\n    attn: Part = None\n    mlp: Part = None"
+    )
+    check = "        assert (config.attn, config.mlp) == (Part('a', 3), Part('b', 5))\n"
+    settings = SETTINGS | {"attn": {"kind": "a"}, "mlp": {"kind": "b", "size": 5}}
+    check_logits(write(code.replace("        super()", f"{check}        super()")), book, settings)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_value_that_cannot_be_given_is_refused(name: str, write: Write, book: nn.Module) -> None:
+    code = OF_ANY_TYPE[name].replace("assert", "_ =")
+    settings = SETTINGS | STRUCTURED | {"extra": {"scales": torch.ones(2)}, "dtype": torch.half}
+    sentence = r"reads 'extra', but .* \(a tensor of shape \[2\]\)\. .*'GPT\(\.\.\., extra="
+    with pytest.raises(Problem, match=sentence):
+        logits_here(write(code), book, settings)
+
+
+def test_value_that_the_code_does_not_read_is_not_refused(write: Write, book: nn.Module) -> None:
+    check_logits(write(BY_NAMES), book, SETTINGS | {"scales": {3: 1}, "extra": b"bytes"})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({1: 2}, "a dictionary with keys that are not texts"),
+        ([{"a": torch.ones(2, 3)}], "a tensor of shape [2, 3]"),
+        (b"x", "a value of type bytes"),
+        ([0] * 2**18, "a value of 786,432 bytes, more than 262,144"),
+        ([0] * (2**18 + 1), "a value with 262,145 elements"),
+        (json.loads("[" * 17 + "]" * 17), "a value with more than 16 levels"),
+    ],
+)
+def test_values_that_cannot_be_given_are_described(value: Any, text: str) -> None:
+    assert unpassed_in({"Extra": value, "betas": value, "dtype": torch.half}) == {"extra": text}
+    assert "extra" not in said_in({"Extra": value}, {})
+
+
 def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module) -> None:
     """The tensors show the width and the layers, but not the heads."""
     for text in (BY_NAMES, SMALL_DATACLASS):
@@ -181,6 +319,8 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
     code = write(DICTIONARY.replace('cfg["n_heads"]', "getattr(cfg, 'n_heads', 4)"))
     assert "of gpt.py:GPT: n_heads=4." in assumed_defaults(code, kept_by(code, book, {}))
     assert assumed_defaults(code, kept_by(code, book, SETTINGS)) == ""
+    code = write(BY_NAMES.replace("n_layer=2", "n_layer=2, window_sizes=(4, 16)"))
+    assert "GPT: window_sizes=[4, 16]." in assumed_defaults(code, kept_by(code, book, SETTINGS))
     script = write(SCRIPT)
     assert assumed_defaults(script, kept_by(script, book, {})) == ""
 

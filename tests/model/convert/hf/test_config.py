@@ -2,6 +2,7 @@
 refusal states a reason."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from logitd.model.convert.by_code import CodeOptions, import_by_code
+from logitd.model.convert.by_role.owner_code import parse_owner_code
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from logitd.model.files import FileError
@@ -125,6 +128,51 @@ def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: 
     index.write_text(json.dumps({"weight_map": homes | {"x": "../x"}}), encoding="utf-8")
     with pytest.raises(ConvertError, match="has no valid weight_map"):
         import_model(folder, tmp_path / "three")
+
+
+def test_shards_that_contradict_each_other_are_refused(gpt2_folder: Path, tmp_path: Path) -> None:
+    """The index names one of the files, and transformers reads the other one's values."""
+    folder = shutil.copytree(gpt2_folder, tmp_path / "sharded")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    first, *rest = sorted(weights)
+    homes = {first: "a.safetensors"} | dict.fromkeys(rest, "b.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    save_file({first: weights[first]}, folder / "a.safetensors")
+    save_file(weights, folder / "b.safetensors")
+    import_model(folder, tmp_path / "same")
+    for other in (weights[first] + 1, weights[first].double()):
+        save_file({first: other}, folder / "a.safetensors")
+        sentence = rf"{re.escape(first)} differs between a\.safetensors and b\.safetensors"
+        with pytest.raises(ConvertError, match=sentence):
+            import_model(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_adapter_is_refused(name: str, llama_folder: Path, tmp_path: Path) -> None:
+    """transformers computes with the adapter; the import took the base alone."""
+    folder = shutil.copytree(llama_folder, tmp_path / "adapted")
+    (folder / name).write_text("{}")
+    (tmp_path / "gpt.py").touch()
+    code = CodeOptions(code=parse_owner_code(f"{tmp_path}/gpt.py:GPT"), answers={})
+    sentence = rf"adapter \({name}\).*merge_and_unload.*move {name} to another folder"
+    for source in (folder, folder / "model.safetensors", folder / name):
+        with pytest.raises(ConvertError, match=sentence):
+            import_model(source, tmp_path / "ours")
+        with pytest.raises(ConvertError, match=sentence):
+            import_by_code(source, tmp_path / "ours", code, log=lambda line: None)
+
+
+def test_own_modeling_code_is_a_question(llama_folder: Path, tmp_path: Path) -> None:
+    """transformers runs that code with trust_remote_code, and its own Llama without."""
+    folder = shutil.copytree(llama_folder, tmp_path / "own")
+    edit(folder / "config.json", auto_map={"AutoConfig": "configuration_x.XConfig"})
+    import_model(folder, tmp_path / "configuration")
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"})
+    sentence = r"auto_map .*modeling_x.*--code.*--ignore-setting auto_map"
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(folder, tmp_path / "ours")
+    import_model(folder, tmp_path / "ours", ignored_settings=["auto_map"])
 
 
 def test_old_form_of_a_configuration_is_equivalent(llama_folder: Path, tmp_path: Path) -> None:
