@@ -171,7 +171,9 @@ class Trainer:
                 self._notice(f"resuming; bits will differ from an uninterrupted run: {changed}")
             try:
                 self.log.restore(reports["log"])
-                self.divergence.restore(reports["health"])
+                # Earlier versions saved the smoothed loss in the log.
+                smoothed = {"smoothed": reports["log"].get("smoothed")}
+                self.divergence.restore(smoothed | reports["health"])
                 tasks = {task: float(took) for task, took in reports.get("tasks", {}).items()}
                 self.recorder.seconds.update(tasks)
             except DAMAGE as error:
