@@ -99,7 +99,8 @@ def prepare_text(
     vocabulary    "own": learn a vocabulary of `vocab_size` ids from the text. Otherwise the name or
                   path that `published_vocabulary` reads, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out for validation
-    special_ids   encode names of special tokens as their ids instead of as plain text
+    special_ids   encode names of special tokens as their ids instead of as plain text. For shards:
+                  how they were encoded
     """
     folder.mkdir(parents=True, exist_ok=True)
     split = split_text(text.documents, val_fraction)
