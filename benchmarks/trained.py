@@ -45,7 +45,7 @@ class Outcome:
 
     last: float
     best: float
-    training: float  # smoothed, of the last report
+    training: float  # of the last report
     passes: float
     steps: int
     tokens: int
@@ -82,7 +82,7 @@ def train_here(config: TrainingConfig) -> Outcome:
     return Outcome(
         last=last,
         best=best,
-        training=reports[-1]["smoothed_loss"] * tokens_per_byte / math.log(2),
+        training=reports[-1]["loss"] * tokens_per_byte / math.log(2),
         passes=result.tokens / prepared.train.count,
         steps=result.step,
         tokens=result.tokens,

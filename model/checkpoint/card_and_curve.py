@@ -50,7 +50,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Losses by step. `training` is smoothed, as the trainer reports it."""
+    """Losses by step. A training loss is the mean of the steps since the
+    previous report."""
 
     training: tuple[Point, ...] = ()
     validation: tuple[Point, ...] = ()
@@ -94,7 +95,7 @@ def read_curve(path: Path, card: str | None) -> Curve:
     """The curve of the checkpoint at `path`, with at most MOST_POINTS training points and at most
     MOST_POINTS validation points."""
     records = list(_records(_folder_of_log(path) / METRICS, METRICS_BYTES))
-    training = _points(records, "train", "smoothed_loss")
+    training = _points(records, "train", "loss")
     validation = _points(records, "eval", "val_loss")
     if not training and not validation and card is not None:
         validation = [
@@ -115,9 +116,8 @@ def read_progress(path: Path) -> Progress | None:
     reports = [each for each in _records(run / METRICS, TAIL_BYTES) if each.get("kind") == "train"]
     if not reports:
         return None
-    names = {"done": "done", "loss": "smoothed_loss", "tokens_per_second": "tokens_per_second",
-             "seconds_left": "seconds_left"}  # fmt: skip
-    numbers = {name: reports[-1].get(key) for name, key in names.items()}
+    names = ("done", "loss", "tokens_per_second", "seconds_left")
+    numbers = {name: reports[-1].get(name) for name in names}
     step = reports[-1].get("step")
     if not isinstance(step, int) or not all(isinstance(each, float) for each in numbers.values()):
         return None

@@ -13,7 +13,6 @@ Memory grows by a few bytes per document.
 
 import hashlib
 import json
-import re
 import shlex
 import sys
 from collections import Counter
@@ -37,6 +36,7 @@ from logitd.model.data.shards import (
     write_shard,
 )
 from logitd.model.data.sources.document import Text
+from logitd.model.data.special_names import SpecialNames
 from logitd.model.data.split import Side, Split, sides, split_text
 from logitd.model.data.vocabulary import (
     check,
@@ -99,7 +99,8 @@ def prepare_text(
     vocabulary    "own": learn a vocabulary of `vocab_size` ids from the text. Otherwise the name or
                   path that `published_vocabulary` reads, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out for validation
-    special_ids   encode names of special tokens as their ids instead of as plain text
+    special_ids   encode names of special tokens as their ids instead of as plain text. For shards:
+                  how they were encoded
     """
     folder.mkdir(parents=True, exist_ok=True)
     split = split_text(text.documents, val_fraction)
@@ -169,10 +170,11 @@ def _tokenizer(
             f"{text.name} is already tokenized, so no vocabulary can be learned from it: name the "
             f"tokenizer that wrote it, for example --tokenizer {shlex.quote(str(ranks))}"
         )
+    names = SpecialNames([END_OF_TEXT])
     pieces = (
         part
         for document in text.documents
-        for side, piece in sides(document, split)
+        for side, piece in sides(document, split, names)
         if side == "train"
         for part in (piece.split(END_OF_TEXT) if special_ids else [piece])
     )
@@ -209,20 +211,19 @@ def _tokenize(
     """Encode every document, piece by piece, and append the ids to the training or validation
     shard. Returns the sha256 of the text, the number of documents, and what was counted."""
     assert tokenizer.end_of_text is not None
-    longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
-    names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    names = SpecialNames(tokenizer.special_tokens)
     digest, found = hashlib.sha256(), Found(Counter(), 0, 0)
     count = unchecked = 0
     for document in text.documents:
         count += 1
         touched: set[Side] = set()
-        for side, piece in sides(document, split):
+        for side, piece in sides(document, split, names):
             raw = piece.encode()
             if unchecked < CHECKED_PIECES:
                 check(tokenizer, piece)
                 unchecked += 1
             digest.update(raw)
-            found.names.update(names.findall(piece))
+            found.names.update(names.find(piece))
             found.lines += piece.count("\n")
             found.windows_lines += piece.count("\r\n")
             writers[side].append(encode(tokenizer, piece, special_ids=special_ids), len(raw))

@@ -130,7 +130,8 @@ def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
             f"{path} was written by another tokenizer (sha256 {sha256.hex()[:12]}..., the run's "
             f"is {tokenizer_sha256.hex()[:12]}...), so its ids have different meanings"
         )
-    if (listed := _listed_sha256(path)) not in (None, (found := shard_sha256(path))):
+    listed = _description(path)["shards"].get(path.name)
+    if listed not in (None, (found := shard_sha256(path))):
         raise DataError(
             f"{path} has sha256 {found[:12]}..., but {DESCRIPTION} says {str(listed)[:12]}...: the "
             "file was changed or damaged. Restore it from a copy, or train a new run"
@@ -146,10 +147,21 @@ def shard_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _listed_sha256(path: Path) -> Any:
-    """The sha256 that the description in its folder lists for a shard; None if there is none."""
+def special_tokens_of(path: Path) -> str | None:
+    """How names of special tokens are encoded in a shard, "ids" or "text"; None if no description
+    says so."""
+    document = _description(path)
+    return document["record"].get("special_tokens") if path.name in document["shards"] else None
+
+
+def _description(path: Path) -> dict[str, dict[str, Any]]:
+    """The `record` and the `shards` in the description of a shard's folder. Both are empty if it is
+    missing or damaged, which `read_prepared` reports."""
+    parts: dict[str, dict[str, Any]] = {"record": {}, "shards": {}}
     try:
         document = parse_json(read_regular(path.with_name(DESCRIPTION), CONFIG_BYTES))
-        return document.get("shards", {}).get(path.name)
-    except (OSError, ValueError, AttributeError):  # `read_prepared` reports a damaged description
-        return None
+    except (OSError, ValueError):
+        return parts
+    if isinstance(document, dict):
+        parts |= {name: document[name] for name in parts if isinstance(document.get(name), dict)}
+    return parts

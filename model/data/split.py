@@ -19,8 +19,10 @@ from typing import Literal
 import numpy as np
 
 from logitd.model.data.sources.document import Document
+from logitd.model.data.special_names import SpecialNames
 
 Side = Literal["train", "val"]
+NO_NAMES = SpecialNames()
 SHORTEST_END = 1000
 """Minimum number of bytes (or ids) in the held-out end of a divided document. If the end would be
 shorter, the document is divided only if it and its copies are together at least twice as large as
@@ -70,8 +72,12 @@ def split_text(documents: Iterable[Document], val_fraction: float) -> Split:
     return plan_split(map(_lot_and_size, documents), val_fraction)
 
 
-def sides(document: Document, split: Split) -> Iterator[tuple[Side, str]]:
-    """The pieces of a document, each with its side, "train" or "val". Reads the document twice."""
+def sides(
+    document: Document, split: Split, names: SpecialNames = NO_NAMES
+) -> Iterator[tuple[Side, str]]:
+    """The pieces of a document, each with its side, "train" or "val". None of `names` is divided.
+    Reads the document twice."""
+    document = names.whole(document)
     lot, size = _lot_and_size(document)
     cut, at = split.trained(lot, size), 0
     for piece in document.pieces():
@@ -79,6 +85,7 @@ def sides(document: Document, split: Split) -> Iterator[tuple[Side, str]]:
         here = 0
         if at < cut < at + len(raw):
             here = _line_end(raw, cut - at, cut - at + (size - cut) // 2)
+            here = len(piece[: names.before(piece, len(raw[:here].decode()))].encode())
         at += len(raw)
         if here:
             yield "train", raw[:here].decode()

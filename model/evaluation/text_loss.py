@@ -36,6 +36,7 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard, open_shard, write_shard
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
+from logitd.model.data.special_names import SpecialNames
 from logitd.model.data.vocabulary import encode, require_vocabulary, tokenizer_sha256
 from logitd.model.data.windows import UNCOUNTED, Windows, require_stride, rolling_windows
 from logitd.model.device import Placement, one_thread, use_threads
@@ -174,9 +175,10 @@ def _text(
     identity, vocab_size = tokenizer_sha256(tokenizer), tokenizer.vocab_size
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
         path = Path(folder) / "text.tokens"
+        names = SpecialNames(tokenizer.special_tokens)
         with write_shard(path, vocab_size=vocab_size, tokenizer_sha256=identity) as writer:
             for document in text.documents:
-                for piece in document.pieces():
+                for piece in names.pieces(document.pieces()):
                     ids = encode(tokenizer, piece, special_ids=checkpoint.special_ids)
                     writer.append(ids, len(piece.encode()))
                 if tokenizer.end_of_text is not None:

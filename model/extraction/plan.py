@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from logitd.model.data.sources.document import Document
+from logitd.model.data.special_names import SpecialNames
 from logitd.model.data.vocabulary import encode
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.text.tokenizer import Tokenizer
@@ -142,12 +143,15 @@ def units_of(
     the last finished unit ended. Earlier documents are read but not encoded. Raises DataError for
     text that the vocabulary cannot encode.
     """
+    names = SpecialNames(tokenizer.special_tokens)
     for number, name, pieces in reader:
         if number < begin[0]:
             for _ in pieces:
                 pass
             continue
-        encoded = (encode(tokenizer, piece, special_ids=special_ids) for piece in pieces)
+        encoded = (
+            encode(tokenizer, piece, special_ids=special_ids) for piece in names.pieces(pieces)
+        )
         for unit in document_units(number, name, encoded, windows):
             if unit.place >= begin:
                 yield unit

@@ -112,7 +112,7 @@ def line(event: Event) -> str:
             )
         case Progress(step, share, figures, seconds_left):
             return (
-                f"step {step:>6,}  {share:4.0%}  loss {figures.smoothed_loss:.3f}  "
+                f"step {step:>6,}  {share:4.0%}  loss {figures.loss:.3f}  "
                 f"lr x {figures.learning_rate:.2f}  grad {figures.gradient_norm:.2f}  "
                 f"{figures.tokens_per_second:,.0f} tok/s  "
                 f"mfu {figures.matrix_share:.0%}  {duration(seconds_left)} left"

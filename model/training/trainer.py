@@ -18,6 +18,7 @@ import math
 import time
 import warnings
 from contextlib import ExitStack, closing
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -171,7 +172,9 @@ class Trainer:
                 self._notice(f"resuming; bits will differ from an uninterrupted run: {changed}")
             try:
                 self.log.restore(reports["log"])
-                self.divergence.restore(reports["health"])
+                # Earlier versions saved the smoothed loss in the log.
+                smoothed = {"smoothed": reports["log"].get("smoothed")}
+                self.divergence.restore(smoothed | reports["health"])
                 tasks = {task: float(took) for task, took in reports.get("tasks", {}).items()}
                 self.recorder.seconds.update(tasks)
             except DAMAGE as error:
@@ -366,13 +369,15 @@ class Trainer:
         """Save the last step unless the loss is suspect. If the run is interrupted between two
         reports, the saved state includes the steps since the last report, so that the resumed run
         reports the same as an uninterrupted one."""
+        divergence = self.divergence
         if reason != "interrupted" or self._reports(self._due()):
             self._log()
         elif self.log.steps:
-            self.divergence.observe(self.counters.step, self.log.figures())
-        if diagnosis := self.divergence.diagnosis(last=reason != "interrupted"):
+            divergence = copy(divergence)  # the resumed run reports these steps again
+            divergence.observe(self.counters.step, self.log.figures())
+        if diagnosis := divergence.diagnosis(last=reason != "interrupted"):
             raise self._diverged(diagnosis)
-        if self.divergence.suspect:
+        if divergence.suspect:
             self.recorder.evaluate(self.counters)
             self._notice_not_saved()
         else:

@@ -34,9 +34,9 @@ REQUEST_ID_SCOPE = "logitd.request_id"
 """ASGI scope key for the request's id."""
 MAX_USER = 64
 """Maximum number of characters of `user` in the log."""
-QUIET = ("/health", "/info", "/metrics")
-"""Endpoints that clients poll. Their requests are logged at debug level, unless the key is
-wrong."""
+QUIET = re.compile(r"/(health(/.*)?|info|metrics|(static|docs/assets)/.*)", re.DOTALL)
+"""Paths that clients poll, and the files of pages. Their requests are logged at debug level, unless
+the key is wrong."""
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
 """Reply headers that a page of another origin may read, in addition to the standard ones."""
 
@@ -97,7 +97,7 @@ class RequestLog:
         self._metrics.observe_request(
             endpoint, status or 500, ended.seconds, caller, state.get(LIMIT)
         )
-        quiet = endpoint in QUIET and status != 401
+        quiet = QUIET.fullmatch(scope["path"]) and status != 401
         level = logging.DEBUG if quiet else logging.INFO
         if not logger.isEnabledFor(level):
             return

@@ -74,14 +74,14 @@ class SettingsCommand(click.Command):
                 raise
             if "--data" in flags:
                 raise click.UsageError(_one_value(error.message), ctx) from error
-            if (quoted := self._quoted(ctx, args)) is None:
+            if (advice := self._advice(ctx, args)) is None:
                 raise
-            message = f"{error.message}. Quote the prompt: {quoted}"
-            raise click.UsageError(message, ctx) from error
+            raise click.UsageError(f"{error.message}. {advice}", ctx) from error
 
-    def _quoted(self, ctx: click.Context, args: list[str]) -> str | None:
-        """The command line with all words of the prompt quoted as one argument. None if `--` is
-        among `args`, or if the prompt is not the command's only positional argument."""
+    def _advice(self, ctx: click.Context, args: list[str]) -> str | None:
+        """The command line with all words of the prompt quoted as one argument, and with a folder
+        before them as the checkpoint, as other commands take it. None if `--` is among `args`, or
+        if the prompt is not the command's only positional argument."""
         arguments = [each.name for each in self.get_params(ctx) if isinstance(each, click.Argument)]
         if arguments != ["prompt"] or "--" in args:
             return None
@@ -89,7 +89,11 @@ class SettingsCommand(click.Command):
         words, flags = [given["prompt"], *extra], list(args)
         for word in words:
             flags.remove(word)
-        return shlex.join([*ctx.command_path.split(), " ".join(words), *flags])
+        advice = "Quote the prompt"
+        if Path(words[0]).is_dir() and "checkpoint" in self.settings.model_fields:
+            advice = "Name the checkpoint with --checkpoint"
+            flags += ["--checkpoint", words.pop(0)]
+        return f"{advice}: {shlex.join([*ctx.command_path.split(), ' '.join(words), *flags])}"
 
     def invoke(self, ctx: click.Context) -> "CommandSettings":
         from logitd.service.cli.flags import read_settings

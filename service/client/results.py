@@ -693,7 +693,8 @@ class KeptStep:
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     step: int
-    loss: float  # Nats per token; the training loss is smoothed.
+    # Nats per token; a training loss is the mean of the steps since the previous report.
+    loss: float
     bits_per_byte: float | None  # null if not measured.
 
 

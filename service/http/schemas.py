@@ -120,7 +120,10 @@ class Info(ReplyBody):
 
 class CurvePoint(ReplyBody):
     step: int
-    loss: float = Field(description="Nats per token; the training loss is smoothed.")
+    loss: float = Field(
+        description="Nats per token; a training loss is the mean of the steps since the previous "
+        "report."
+    )
     bits_per_byte: float | None = Field(description="null if not measured.")
 
 
@@ -134,7 +137,9 @@ class TrainingProgress(ReplyBody):
 
     step: int
     done: float = Field(description="Completed share of the run, 0 to 1.")
-    loss: float = Field(description="Smoothed training loss, nats per token.")
+    loss: float = Field(
+        description="Training loss of the steps since the previous report, nats per token."
+    )
     tokens_per_second: float
     seconds_left: float = Field(
         description="Expected seconds from the report until the last step is saved."

@@ -1,6 +1,7 @@
 """The base class of all settings, and types of flags that several commands share."""
 
 import csv
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -17,6 +18,7 @@ from pydantic_settings import (
 
 from logitd.model.dtypes import DTypeName
 from logitd.model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
+from logitd.service.settings.model_source import listed, model_source
 
 PREFIX = "LOGITD_"
 """Prefix of the variables that every command reads."""
@@ -102,8 +104,22 @@ Item = TypeVar("Item")
 CommaList = Annotated[tuple[Item, ...], NoDecode, BeforeValidator(split_list)]
 """Comma-separated items of a flag or a variable."""
 
+
+def _one_checkpoint(given: Any) -> Any:
+    """Refuse the models of a server: a variable may be meant for several commands."""
+    if isinstance(given, str) and not os.path.exists(given):
+        sources = [model_source(part) for part in listed(given) if part]
+        if any(source.name is not None for source in sources):
+            raise ValueError(
+                f"{given!r} names models as `logitd serve` does, but this command needs one path: "
+                "give it, and use LOGITD_SERVE_CHECKPOINT for the models of a server"
+            )
+    return given
+
+
 CheckpointPath = Annotated[
     Path,
+    BeforeValidator(_one_checkpoint),
     Field(description="directory of a checkpoint, or of a run, whose best checkpoint is used"),
 ]
 Device = Annotated[str, Field(description="auto, cpu, cuda or cuda:N; auto uses CUDA if available")]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -122,6 +123,30 @@ def test_stream_passes_as_it_is_written(
         events += [json.loads(line[6:]) for line in lines]
         tokens = [i for event in events for choice in event["choices"] for i in choice["token_ids"]]
         assert tokens == spelled("a", CONTEXT_LENGTH - 1)
+
+
+def test_client_cannot_choose_the_address_by_which_it_is_counted(
+    tmp_path: Path, free_port: int
+) -> None:
+    """logitd on the same machine believes the address that nginx forwards."""
+    seen: list[str | None] = []
+
+    class Replica(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["X-Forwarded-For"])
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Replica) as server:
+        threading.Thread(target=server.serve_forever).start()
+        replicas = [f"127.0.0.1:{server.server_port}"] * 2
+        try:
+            with balancer(replicas, tmp_path, free_port) as url:
+                httpx.get(url, headers={"X-Forwarded-For": "203.0.113.7"})
+        finally:
+            server.shutdown()
+    assert set(seen) == {"127.0.0.1"}
 
 
 def test_requests_go_to_the_replica_with_fewer(

@@ -12,6 +12,7 @@ from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from logitd.model.inference.options import SERVED_SLOTS
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
+from logitd.service.settings.train import EvalSettings
 from tests.service.cli.parsed import SETTINGS, parsed
 
 
@@ -278,3 +279,21 @@ def test_variables_name_models(
 ) -> None:
     monkeypatch.setenv("LOGITD_CHECKPOINT", value)
     assert serve().models == tuple(ModelSource(Path(path), name) for name, path in models)
+
+
+@pytest.mark.parametrize("value", ["one=/models/a,two=/models/b", "one=/models/a"])
+@pytest.mark.parametrize("arguments", [["generate", "hello"], ["eval"], ["bench"]])
+def test_models_of_a_server_are_not_a_checkpoint_of_other_commands(
+    value: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGITD_CHECKPOINT", value)
+    refused = f"LOGITD_CHECKPOINT.*: '{value}' names models as `logitd serve` does"
+    with pytest.raises(ClickException, match=refused):
+        parsed(*arguments)
+
+
+def test_checkpoint_may_be_a_folder_with_an_equals_sign(tmp_path: Path) -> None:
+    (tmp_path / "lr=0.1").mkdir()
+    settings = parsed("eval", "lr=0.1")
+    assert isinstance(settings, EvalSettings)
+    assert settings.checkpoint == Path("lr=0.1")

@@ -11,6 +11,7 @@ JSON lines by the first two lines. Files that are not text are refused.
 
 import glob
 import gzip
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def named_files(name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        below = [file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path)}"]
+        below = list(_below(path))
         missing = f"the folder {name} has no files"
     else:
         below = [Path(match) for match in glob.glob(name, recursive=True)]
@@ -61,6 +62,19 @@ def named_files(name: str) -> list[Path]:
     if not (files := [file for file in below if file.is_file()]):
         raise DataError(missing)
     return sorted(files)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """The files below a folder, except for hidden ones. Links to folders are followed, as in a
+    glob, and each folder is read once."""
+    seen = set()
+    for path, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(path)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(path, name) for name in names if not name.startswith("."))
 
 
 def each_once(files: Iterable[Path]) -> list[Path]:
@@ -81,8 +95,9 @@ def documents_of(path: Path, name: str, text_field: str | None) -> Iterator[Docu
         elif kind != "text":
             with open_utf8(path) as file:
                 yield from RECORDS[kind](file, name, text_field)
-        elif size := path.stat().st_size:
-            yield Document(name, partial(_read, path, name), None if _is_packed(path) else size)
+        elif _has_text(path):
+            size = None if _is_packed(path) else path.stat().st_size
+            yield Document(name, partial(_read, path, name), size)
 
 
 def kind_of(path: Path) -> Kind:
@@ -123,6 +138,13 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            count = len(error.object) - error.start
+            raise DataError(
+                f"{name} ends inside a UTF-8 character (byte 0x{error.object[error.start]:02x}): "
+                f"if it was cut there, remove that character (head -c -{count}); if it never was "
+                f"UTF-8, {ONLY_TEXT}"
+            ) from error
         raise DataError(
             f"{name} is not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason}): "
             f"{ONLY_TEXT}"
@@ -134,6 +156,11 @@ def _reading(name: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _has_text(path: Path) -> bool:
+    with open_utf8(path) as file:
+        return bool(file.read(1))
 
 
 def _is_packed(path: Path) -> bool:

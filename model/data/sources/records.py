@@ -41,7 +41,7 @@ def json_lines(file: TextIO, name: str, field: str | None) -> Iterator[Document]
         if len(line) > LONGEST_LINE:
             raise DataError(f"{where} is longer than {LONGEST_LINE:,} characters: is this JSONL?")
         if not line.isspace():
-            yield from _document(where, _field(where, _value(where, line), field))
+            yield from _document(where, _field(where, _value(where, line, field), field))
 
 
 def json_value(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
@@ -55,7 +55,7 @@ def json_value(file: TextIO, name: str, field: str | None) -> Iterator[Document]
         )
     if not content or content.isspace():
         return
-    value = _value(name, content)
+    value = _value(name, content, field)
     if not isinstance(value, list):
         yield from _document(name, _field(name, value, field))
         return
@@ -125,9 +125,17 @@ def _text_column(schema: Any, arrow: Any, name: str, field: str | None) -> str:
     return column
 
 
-def _value(where: str, text: str) -> Any:
+def _value(where: str, text: str, field: str | None) -> Any:
+    def record(members: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(members)
+        if len(found) < len(members):
+            names = [name for name, _ in members]
+            if (field or TEXT) in names:
+                _known(where, "field", field, names)
+        return found
+
     try:
-        return json.loads(text.rstrip("\r\n"))
+        return json.loads(text.rstrip("\r\n"), object_pairs_hook=record)
     except json.JSONDecodeError as error:
         problem, line = error.msg.removesuffix(" at"), f"line {error.lineno}, " * (error.lineno > 1)
         raise DataError(f"{where} is not JSON: {problem} at {line}column {error.colno}") from error
@@ -156,6 +164,8 @@ def _field(where: str, record: Any, field: str | None) -> str:
 
 def _known(where: str, kind: str, field: str | None, known: list[str]) -> str:
     name = field or TEXT
+    if known.count(name) > 1:
+        raise DataError(f"{where} has several {kind}s {name!r}: rename all but one")
     if name not in known:
         names = ", ".join(map(repr, known[:8])) or "none"
         way_out = f"put the text into a {kind} {TEXT!r}"

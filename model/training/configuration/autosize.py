@@ -206,18 +206,25 @@ def suit_text(
     training text of `train_bytes`. Returns the changed fields and a notice that begins with a line
     break; {} and "" if nothing changes. Fields in `given` are not changed. Only a `learned`
     vocabulary is made smaller."""
-    if passes(tokens, train_bytes, vocab_size) <= FEW:
+    before = passes(tokens, train_bytes, vocab_size)
+    if before <= FEW:
         return {}, ""
     changes: dict[str, int | float] = {}
+    reason = ""
     if learned and "vocab_size" not in given and vocab_size > SMALL_VOCABULARY:
+        reason = f" ({_count(before)} with a vocabulary of {vocab_size:,})"
         changes["vocab_size"] = vocab_size = SMALL_VOCABULARY
     often = passes(tokens, train_bytes, vocab_size)
     if (dropout := dropout_of(often, vocab_size)) and "dropout" not in given:
         changes["dropout"] = dropout
     words = {"vocab_size": "a vocabulary of", "dropout": "dropout"}
     what = " and ".join(f"{words[name]} {value:g}" for name, value in changes.items())
-    notice = f"\nthe run passes over the text about {often:,.{0 if often >= 10 else 1}f} times"
+    notice = f"\nthe run passes over the text about {_count(often)} times{reason}"
     return changes, notice + (f", so it uses {what}" if what else "")
+
+
+def _count(passes: float) -> str:
+    return f"{passes:,.{0 if passes >= 10 else 1}f}"
 
 
 def search(

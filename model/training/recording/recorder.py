@@ -194,11 +194,16 @@ class RunRecorder:
         return validate(self._gpt, self._windows, self._forward, run.ranks, sharded=run.sharded)
 
     def evaluations_since_best(self) -> int:
-        """Number of regular evaluations since the best one. The evaluation of an interrupted run
-        does not count, because a run that is resumed ends like one that was never stopped."""
-        losses = [record["val_loss"] for record in self.evaluations]
-        later = self.evaluations[losses.index(min(losses)) + 1 :]
-        return sum(record["step"] % self._run.training.recipe.eval_every == 0 for record in later)
+        """Number of regular evaluations since the best of them. All others are left out, because
+        an interrupted run has one that an undisturbed run lacks, and both must end at the same
+        step."""
+        every = self._run.training.recipe.eval_every
+        losses = [
+            record.get("unaveraged_val_loss", record["val_loss"])
+            for record in self.evaluations
+            if record["step"] % every == 0
+        ]
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
     def seconds_per_step(self) -> float:
         """Average time in seconds that tasks take per training step, assuming that each task takes

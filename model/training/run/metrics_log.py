@@ -16,7 +16,7 @@ from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import TrainingError
 
 NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "train": ("seconds", "loss", "smoothed_loss", "learning_rate", "tokens_per_second"),
+    "train": ("seconds", "loss", "learning_rate", "tokens_per_second"),
     "eval": ("seconds", "val_loss", "val_bits_per_byte"),
 }
 """For each kind of record, the fields that must be finite numbers. Other fields may be null."""

@@ -11,18 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-SMOOTHING = 0.8
-"""Weight of the previous smoothed loss at each report."""
-
 
 @dataclass(frozen=True)
 class Figures:
-    """The metrics of a report. The gradient norm and the learning rate are those of the report's
-    last step. The smoothed loss includes earlier reports. The others are means over the report's
-    steps."""
+    """The metrics of a report: means over its steps, except for the gradient norm and the learning
+    rate, which are those of its last step."""
 
-    loss: float
-    smoothed_loss: float
+    loss: float  # nats per token
     learning_rate: float  # share of the peak
     gradient_norm: float  # before clipping
     tokens_per_second: float
@@ -35,7 +30,6 @@ class StepLog:
 
     def __init__(self, flops_per_token: float, machine_rate: float) -> None:
         self._flops_per_token, self._machine_rate = flops_per_token, machine_rate
-        self._smoothed: float | None = None
         self._clear()
         self.start()
 
@@ -49,7 +43,6 @@ class StepLog:
     def state(self) -> dict[str, Any]:
         """The state to save: the steps since the last report."""
         return {
-            "smoothed": self._smoothed,
             "steps": self.steps,
             "tokens": self._tokens,
             "loss": self._loss,
@@ -59,8 +52,6 @@ class StepLog:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        smoothed = state["smoothed"]
-        self._smoothed = None if smoothed is None else float(smoothed)
         self.steps, self._tokens = int(state["steps"]), int(state["tokens"])
         self._loss, self._norm = float(state["loss"]), float(state["norm"])
         self._lr_scale, self._before = float(state["share"]), float(state["seconds"])
@@ -80,7 +71,6 @@ class StepLog:
         """Return the metrics of the steps since the last call, and begin a new report. There must
         be at least one such step."""
         figures = self.figures()
-        self._smoothed = figures.smoothed_loss
         self._clear()
         return figures
 
@@ -88,11 +78,9 @@ class StepLog:
         """The metrics of the steps since the last call to `take`."""
         loss = float(self._loss) / self.steps  # waits for the device
         seconds = time.monotonic() - self._since
-        before = loss if self._smoothed is None else self._smoothed
         speed = self._tokens / max(seconds, 1e-9)
         return Figures(
             loss=loss,
-            smoothed_loss=SMOOTHING * before + (1 - SMOOTHING) * loss,
             learning_rate=self._lr_scale,
             gradient_norm=float(self._norm),
             tokens_per_second=speed,

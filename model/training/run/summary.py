@@ -39,7 +39,7 @@ class RunSummary:
     minutes: float | None  # None: no time limit
     tokens: int
     seconds: float
-    loss: float | None  # smoothed training loss, nats per token
+    loss: float | None  # training loss of the last report, nats per token
     val_loss: float | None
     val_bits_per_byte: float | None
     best_step: int | None
@@ -91,7 +91,7 @@ def summarize(path: Path) -> RunSummary:
         minutes=length.minutes,
         tokens=report.get("tokens", 0),
         seconds=last["seconds"],
-        loss=report.get("smoothed_loss"),
+        loss=report.get("loss"),
         val_loss=evaluation.get("val_loss"),
         val_bits_per_byte=evaluation.get("val_bits_per_byte"),
         best_step=best.get("step"),

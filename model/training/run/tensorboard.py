@@ -38,7 +38,6 @@ class TensorBoard:
             case Progress(step, _, figures):
                 for tag, value in (
                     ("loss/train", figures.loss),
-                    ("loss/train_smoothed", figures.smoothed_loss),
                     ("learning_rate/share_of_peak", figures.learning_rate),
                     ("gradient_norm", figures.gradient_norm),
                     ("tokens_per_second", figures.tokens_per_second),

@@ -22,6 +22,7 @@ from logitd.model.data.prepare import (
     require_window,
     text_sha256,
 )
+from logitd.model.data.shards import special_tokens_of
 from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import ReadOptions
@@ -117,11 +118,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
 
     # 2) Open the text. If the minutes choose the model, the size of the text matters too.
     text = _open_text(config, report)
-    if text.shards and config.special_tokens != "auto":
-        raise TrainingError(
-            f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenized: "
-            "remove special_tokens"
-        )
+    special_ids = _special_ids(config, text, chat_template)
     known_speed = 0.0
     if by_minutes:
         report(Noticed(_MEASURING))
@@ -152,8 +149,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
                 vocabulary=vocabulary,
                 vocab_size=recipe.vocab_size,
                 val_fraction=recipe.val_fraction,
-                special_ids=config.special_tokens == "ids"
-                or (config.special_tokens == "auto" and chat_template is not None),
+                special_ids=special_ids,
             )
         vocab_size = prepared.tokenizer.vocab_size
         training = training.with_vocabulary(vocab_size, speed)
@@ -170,6 +166,27 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         directory.discard()
         raise
     return _Opened(training, directory, prepared, chat_template)
+
+
+def _special_ids(config: TrainingConfig, text: Text, chat_template: str | None) -> bool:
+    """True if names of special tokens in the text are the tokens' ids. Shards were encoded by the
+    run that wrote them, which may have said how. Raises TrainingError if shards differ, or differ
+    from the setting."""
+    encodings = {shard: how for shard in text.shards if (how := special_tokens_of(shard))}
+    if len(set(encodings.values())) > 1:
+        listed = ", ".join(f"{shard}: {how}" for shard, how in encodings.items())
+        raise TrainingError(
+            f"{text.name}: shards differ in the encoding of special tokens' names ({listed}), but "
+            "a checkpoint records one: train on those with the same encoding"
+        )
+    default = "text" if chat_template is None else "ids"
+    encoding = next(iter(encodings.values()), default)
+    if config.special_tokens not in ("auto", encoding) and encodings:
+        raise TrainingError(
+            f"special_tokens is {config.special_tokens!r}, but in {text.name}, which is already "
+            f"tokenized, it was {encoding!r}: remove special_tokens"
+        )
+    return (encoding if config.special_tokens == "auto" else config.special_tokens) == "ids"
 
 
 def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Opened:

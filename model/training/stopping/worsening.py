@@ -60,6 +60,6 @@ def _since_best(metrics: Sequence[Record]) -> list[Record]:
 
 
 def _training_loss(metrics: Sequence[Record], step: int) -> float | None:
-    """The smoothed loss of the last report at or before a step."""
+    """The loss of the last report at or before a step."""
     reported = [r for r in metrics if r["kind"] == "train" and r["step"] <= step]
-    return reported[-1]["smoothed_loss"] if reported else None
+    return reported[-1]["loss"] if reported else None

@@ -73,7 +73,7 @@ class TrainingView:
         match event:
             case Progress(step, figures=figures):
                 self._progress = event
-                self._training[step] = figures.smoothed_loss
+                self._training[step] = figures.loss
             case Evaluated(step, loss):
                 self._evaluated = event
                 self._validation[step] = loss
@@ -125,7 +125,7 @@ def _figures(progress: Progress, evaluated: Evaluated | None) -> Table:
         ProgressBar(total=1.0, completed=progress.share),
     )
     rates = f"lr x {figures.learning_rate:.2f}  {figures.tokens_per_second:,.0f} tok/s"
-    loss = f"loss {figures.smoothed_loss:.3f}{validation}"
+    loss = f"loss {figures.loss:.3f}{validation}"
     whole = Table.grid()
     whole.add_row(table)
     whole.add_row(f"{loss}  {rates}")

@@ -25,7 +25,7 @@ export function ticks(low, high, count) {
 // The losses of a run as series; a series without two points is left out.
 export function lossSeries({ training, validation }) {
   const points = (list) => list.filter(({ loss }) => loss !== null).map(({ step, loss }) => [step, loss]);
-  const all = [{ name: "training (smoothed)", points: points(training) }, { name: "validation", points: points(validation) }];
+  const all = [{ name: "training", points: points(training) }, { name: "validation", points: points(validation) }];
   return all.filter((line) => line.points.length > 1);
 }
 

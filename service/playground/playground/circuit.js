@@ -8,6 +8,7 @@ const WIDE = 46; // width of a node and its gap, in pixels
 const HIGH = 26;
 const LEVEL = 58; // distance between two rows of nodes
 const LEFT = 76; // width of the names of the rows
+const HALF = 60; // half the width of the longest name of the logits
 const DRAWN = 200; // number of drawn edges, the strongest; those of the chosen node are drawn too
 const LISTED = 8;
 
@@ -151,7 +152,7 @@ class Graph {
     const svg = shape("svg", { width: left, height, viewBox: `0 0 ${left} ${height}`, "aria-hidden": "true" });
     for (const [row, stage] of rows.entries()) svg.append(shape("text", { x: 0, y: middle(row) + 4 }, level(stage)));
     for (const column of columns) svg.append(shape("text", { x: lefts.get(column) + WIDE / 2, y: height - 8, "text-anchor": "middle" }, `${column}`));
-    svg.append(shape("text", { x: this.#end.x, y: this.#end.y - 6, "text-anchor": "middle" }, `${clip(name(circuit.token))} − ${clip(name(circuit.minus))}`));
+    svg.append(shape("text", { x: Math.min(this.#end.x, left - HALF), y: this.#end.y - 6, "text-anchor": "middle" }, `${clip(name(circuit.token))} − ${clip(name(circuit.minus))}`));
     this.lines = shape("g", {});
     svg.append(this.lines);
     const largest = Math.max(...nodes.map((node) => Math.abs(carried(node))), 1e-9);

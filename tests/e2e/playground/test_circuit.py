@@ -63,3 +63,18 @@ def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, 
     chosen = page.locator(f"#circuit .part[data-index='{index}']")
     assert chosen.get_attribute("aria-pressed") == "mixed"
     assert page.inner_text("#circuit [role=status]").startswith(f"With neuron {neuron} of MLP")
+
+
+def test_name_of_the_logits_is_inside_the_drawing(page: Page) -> None:
+    page.fill("#prompt", "if x is not None:\n    x = None\nelif y is not")
+    open_tab(page, "circuit", "#circuit .part")
+    page.fill("#circuit-parts", "2")  # so the last column is narrow
+    page.keyboard.press("Tab")
+    page.wait_for_function("document.querySelectorAll('#circuit .part').length === 2")
+    right_ends = """(() => {
+        const label = [...document.querySelectorAll('#circuit svg > text')].at(-1);
+        label.textContent = label.textContent.replace(/.* − .*/, "long… − long…");
+        return [label, label.ownerSVGElement].map((each) => each.getBoundingClientRect().right);
+    })()"""
+    label, drawing = page.evaluate(right_ends)
+    assert label <= drawing + 1

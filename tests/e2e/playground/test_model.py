@@ -29,7 +29,7 @@ def test_open_pages_follow_a_run(new_page: NewPage, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def report(step: int) -> None:
-        figures = {"smoothed_loss": 2.0, "tokens_per_second": 1234.0, "seconds": 1.0}
+        figures = {"loss": 2.0, "tokens_per_second": 1234.0, "seconds": 1.0}
         plan = {"done": step / 400, "seconds_left": 3700.0}
         with (run / "metrics.jsonl").open("a") as log:
             log.write(json.dumps({"kind": "train", "step": step, **figures, **plan}) + "\n")

@@ -30,7 +30,7 @@ def checkpoint_in(run: Path, *records: object, end: str = "\n") -> Path:
 
 
 def train(step: int, loss: object = 2.5) -> dict[str, object]:
-    return {"kind": "train", "step": step, "smoothed_loss": loss, "seconds": 1.0}
+    return {"kind": "train", "step": step, "loss": loss, "seconds": 1.0}
 
 
 def evaluation(step: int, loss: object = 2.0) -> dict[str, object]:
@@ -91,7 +91,7 @@ def test_prompt_comes_from_the_first_sample(card: str | None, prompt: str | None
 
 def test_unreadable_lines_are_skipped(tmp_path: Path) -> None:
     damaged = ['{"kind": "train"', "[1]", "NaN", '{"kind": "eval", "step": "x", "val_loss": 1.5}',
-               '{"kind": "train", "step": 3, "smoothed_loss": Infinity}', "\x00", "[" * 100_000,
+               '{"kind": "train", "step": 3, "loss": Infinity}', "\x00", "[" * 100_000,
                '{"kind": "eval", "step": 4, "val_loss": null}']  # fmt: skip
     path = checkpoint_in(tmp_path, train(1), *damaged, train(9), '{"kind": "tr', end="")
     assert [point.step for point in read_curve(path, None).training] == [1, 9]

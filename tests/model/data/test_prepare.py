@@ -13,7 +13,7 @@ from logitd.model.convert.vocabulary.words import character_tokenizer, word_toke
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
 from logitd.model.data.shards import HEADER, Shard
-from logitd.model.data.sources.document import Text, text_document
+from logitd.model.data.sources.document import PIECE, Text, text_document
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.text.chat_template import ChatTemplate
 from logitd.model.text.tokenizer import Tokenizer
@@ -81,6 +81,18 @@ def test_conversation_has_the_ids_that_serving_sends(tmp_path: Path) -> None:
         False,
         prepared.record["special_names"],
     )
+
+
+def test_name_at_a_border_of_pieces_or_at_the_held_out_cut_stays_whole(tmp_path: Path) -> None:
+    """Names at the borders of pieces, and names in the whole stretch in which the cut may be."""
+    name = "<|endoftext|>"
+    document = "x" * (PIECE - 6) + name + "y" * (PIECE - 13) + name * 3000
+    prepared = prepare(text_of(document), tmp_path, special_ids=True)
+    assert prepared.val.count > 1
+    assert prepared.record["special_names"] == {name: 3001}
+    end = prepared.tokenizer.end_of_text
+    ids = [*prepared.train.tokens.tolist(), *prepared.val.tokens.tolist()]
+    assert ids.count(end) == 3001 + 2
 
 
 @pytest.mark.parametrize("special_ids", [False, True])

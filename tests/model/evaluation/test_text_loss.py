@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.errors import DataError
+from logitd.model.data.sources import files
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.step.validate import bits_per_byte
@@ -157,3 +158,17 @@ def test_whole_held_out_part_of_pythons_text_is_measured(tmp_path: Path) -> None
     assert measured.text == "the validation part of Python's own text"
     assert 250_000 < measured.evaluation.text_bytes < 350_000
     assert read_checkpoint(info.path).training.data == data
+
+
+def test_name_at_a_border_of_pieces_is_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIECE", 20)
+    tokenizer = chat_tokenizer()
+    gpt = tiny_gpt(tiny_config(vocab_size=tokenizer.vocab_size))
+    record = training_record(data={"name": "a", "licence": "MIT", "special_tokens": "ids"})
+    info = save_tiny_checkpoint(tmp_path / "a", gpt, tokenizer=tokenizer, training=record)
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 14 + "<|im_end|>")
+    measured = text_loss(info.path, [str(path)], dtype="float32", threads=1)
+    assert measured.evaluation.tokens == 14 + 1 + 1 - 1

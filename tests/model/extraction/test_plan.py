@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from logitd.model.data.sources.document import Document, text_document
+from logitd.model.data.sources.document import PIECE, Document, text_document
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.plan import (
     DataReader,
@@ -16,7 +16,7 @@ from logitd.model.extraction.plan import (
     survey,
     units_of,
 )
-from tests.model.factories import byte_tokenizer
+from tests.model.factories import byte_tokenizer, chat_tokenizer
 
 TOKENIZER = byte_tokenizer()
 WINDOWS = st.integers(1, 12).flatmap(
@@ -124,3 +124,10 @@ def test_survey_depends_on_names_contents_and_borders() -> None:
     assert len(set(different)) == len(different)
     whole = survey([text_document("a", "bç"), text_document("b", "d")])
     assert (whole.documents, whole.bytes) == (2, 4)
+
+
+def test_name_at_a_border_of_pieces_is_one_token() -> None:
+    text = "x" * (PIECE - 6) + "<|im_end|>"
+    reader = DataReader([text_document("a", text)])
+    units = units_of(reader, chat_tokenizer(), Windows(PIECE, PIECE), special_ids=True)
+    assert [token for unit in units for token in unit.token_ids][PIECE - 6 :] == [258]

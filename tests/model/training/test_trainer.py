@@ -220,17 +220,31 @@ def test_history_keeps_the_weights_of_its_steps(configure: Configure, tmp_path: 
 
 
 def test_run_stopped_at_a_report_reports_as_one_run(configure: Configure, tmp_path: Path) -> None:
-    """A run that was stopped by Ctrl-C in step 4, just before a report was due, once left out that
-    report, and its smoothed loss differed from then on."""
-    shared = {"steps": 8, "log_every": 2, "eval_every": 5, "sample_every": 1000}
+    """In steps 4 and 5 a report is due after the step. In step 7 none is due, and the divergence
+    monitor must not count the report at the interruption."""
+    shared = {"steps": 8, "log_every": 4, "eval_every": 5, "sample_every": 1000}
     train(configure(out=tmp_path / "straight", **shared))
     reported = [each for each in _losses(tmp_path / "straight") if each[0] == "train"]
-    for stop in (4, 5):
+    for stop in (4, 5, 7):
         broken = tmp_path / f"broken-{stop}"
         assert _train_until(stop, configure(out=broken, **shared)).reason == "interrupted"
         train(TrainingConfig(out=broken, resume=True))
         assert _state(tmp_path / "straight") == _state(broken)
         assert [each for each in _losses(broken) if each[0] == "train"] == reported
+
+
+def test_state_of_an_earlier_version_resumes_with_its_smoothed_loss(
+    configure: Configure, straight: Path, tmp_path: Path
+) -> None:
+    """Earlier versions saved the smoothed loss in the log."""
+    config = configure(out=tmp_path / "earlier")
+    assert _train_until(6, config).reason == "interrupted"
+    path = tmp_path / "earlier" / "state" / "state.pt"
+    document = torch.load(path, weights_only=True)
+    document["reports"]["log"]["smoothed"] = document["reports"]["health"].pop("smoothed")
+    torch.save(document, path)
+    train(TrainingConfig(out=config.out, resume=True))
+    assert _state(straight) == _state(tmp_path / "earlier")
 
 
 @pytest.mark.usefixtures("pictures")
@@ -460,18 +474,20 @@ def test_patience_ends_a_run_that_no_longer_improves(
     assert result.step == 10
 
 
+@pytest.mark.parametrize("interrupted", [2.1, 1.0])
 def test_interruption_does_not_count_for_patience(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: float
 ) -> None:
-    """Guards against a resumed run that ended because its interruption was evaluated."""
-    losses = iter([3.0, 2.9, 2.8, 2.7, 2.0, 2.1, 2.2, 2.3])  # at steps 0 to 6 and 8
+    """Guards against a resumed run that ends early because its interruption was evaluated, or
+    because that loss was the lowest."""
+    losses = iter([3.0, 2.9, 2.8, 2.7, 2.0, interrupted, 1.9, 2.2, 2.3])  # at 0 to 6, 8 and 10
     monkeypatch.setattr(
         recorder, "validate", lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1)
     )
     given = configure(steps=100, eval_every=2, checkpoint_every=100, patience=2)
     assert _train_until(5, given).reason == "interrupted"
     result = train(TrainingConfig(out=tmp_path / "run", resume=True))
-    assert (result.reason, result.step) == ("no improvement", 8)
+    assert (result.reason, result.step) == ("no improvement", 10)
 
 
 def test_every_checkpoint_has_the_chat_template(configure: Configure, tmp_path: Path) -> None:

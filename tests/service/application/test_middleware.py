@@ -107,6 +107,16 @@ def test_log_line_has_no_content_of_the_request(
     assert second.endswith(" ms abd")
 
 
+def test_polls_and_the_files_of_a_page_are_not_logged(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "logitd.http")
+    for path in ("/static/playground/main.js", "/health", "/health/live", "/info", "/metrics"):
+        assert server.client.get(path).status_code == 200
+    server.client.get("/version")
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["/version"]
+
+
 def test_json_line_has_each_number_by_name(
     server: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:

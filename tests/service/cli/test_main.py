@@ -95,6 +95,10 @@ def test_unknown_commands_exit_2_with_the_nearest(
             ("generate", "hello", "big", "--seed", "1", "world"),
             "Quote the prompt: logitd generate 'hello big world' --seed 1",
         ),
+        (
+            ("generate", "/", "hello big", "--seed", "1", "world"),
+            "--checkpoint: logitd generate 'hello big world' --seed 1 --checkpoint /$",
+        ),
         (("bench", "folder", "extra"), "unexpected extra argument .*extra"),
         (("bench", "--url", "ftp://nowhere"), "--url: .*ftp://nowhere"),
         (("serve", "a/x", "b/x"), "CHECKPOINT: .*'x'.*NAME=PATH"),

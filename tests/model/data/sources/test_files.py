@@ -34,6 +34,16 @@ def test_files_folders_and_globs_name_each_file_once_in_order(tmp_path: Path) ->
     assert [file.name for file in files] == ["b.txt", "a.txt"]
 
 
+def test_linked_folder_is_read_once(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("a")
+    (tmp_path / "other" / "back").symlink_to(folder)
+    (folder / "link").symlink_to(tmp_path / "other")
+    assert named_files(str(folder)) == [folder / "link" / "a.txt"]
+
+
 def test_word_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a file, a folder or a glob that matches"):
         named_files(str(tmp_path / "*.txt"))
@@ -91,6 +101,8 @@ BINARY = bytes(range(256)) * 40
     [
         ("naïve".encode("latin-1"), r"it\.txt is not UTF-8 \(byte 0xef"),
         (BINARY[128:], r"it\.txt is not UTF-8 \(byte 0x80"),
+        ("né".encode()[:-1], r"ends inside a UTF-8 character \(byte 0xc3\): .*head -c -1\)"),
+        (gzip.compress("n🙂".encode()[:-1]), r"byte 0xf0.* \(head -c -3\)"),
         ("words".encode("utf-16"), r"it\.txt is not UTF-8 \(byte 0xff"),
         ("words".encode("utf-16-le"), "NUL characters.*UTF-16"),
         (bytes(3000), "NUL characters"),
@@ -118,7 +130,8 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
         joined(document)
 
 
-def test_empty_file_has_no_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", gzip.compress(b"")])
+def test_empty_file_has_no_document(tmp_path: Path, content: bytes) -> None:
     for name in ("empty.txt", "empty.jsonl", "empty.json", "empty.csv"):
-        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).write_bytes(content)
         assert list(documents_of(tmp_path / name, name, "text")) == []

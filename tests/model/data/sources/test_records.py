@@ -250,3 +250,27 @@ def test_invalid_parquet_is_refused(arrow: Any, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
         texts(path, "body")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "message"),
+    [
+        ("a.jsonl", ['{"x": 1, "x": 2, "text": "a"}', '{"text": "a", "text": "b"}'],
+         r"a\.jsonl, line 2 has several fields 'text'"),
+        ("a.csv", ["text,text", "a,b"], r"a\.csv has several columns 'text'"),
+    ],
+)  # fmt: skip
+def test_second_text_of_a_record_is_not_dropped(
+    tmp_path: Path, name: str, lines: list[str], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        texts(write(tmp_path / name, *lines))
+
+
+def test_parquet_with_two_texts_is_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="the optional package pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow has no Parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table([["x"], ["y"]], names=["text", "text"]), path)
+    with pytest.raises(DataError, match=r"a\.parquet has several columns 'text'"):
+        texts(path)

@@ -273,7 +273,10 @@ def test_short_text_keeps_given_fields() -> None:
     assert said == "the run passes over the text about 35 times, so it uses dropout 0.3"
     config, said = _autosized(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (512, 0.0)
-    assert said == "the run passes over the text about 23 times, so it uses a vocabulary of 512"
+    assert said == (
+        "the run passes over the text about 23 times (29 with a vocabulary of 1,024), so it uses a "
+        "vocabulary of 512"
+    )
     both = TrainingConfig(minutes=2, dropout=0.0, vocab_size=2000)
     config, said = _autosized(both, 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.0)

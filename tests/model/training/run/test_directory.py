@@ -90,7 +90,7 @@ DAMAGED = (
             ("step", True),
             ("seconds", "x"),
             ("loss", [1.0]),
-            ("smoothed_loss", float("nan")),
+            ("learning_rate", float("nan")),
             ("tokens_per_second", None),
             ("done", "half"),
             ("tokens", 10**400),

@@ -17,8 +17,7 @@ def metrics(steps: int) -> list[dict[str, Any]]:
         loss = 3 / (step + 1)
         if step:
             found.append(
-                {"kind": "train", "step": step, "loss": loss, "smoothed_loss": loss}
-                | {"learning_rate": 1 - step / steps}
+                {"kind": "train", "step": step, "loss": loss} | {"learning_rate": 1 - step / steps}
             )
         if step % 5 == 0:
             bits = loss / 2

@@ -29,3 +29,11 @@ def test_setup_of_a_resumed_run_does_not_count_in_the_speed(
     clock[0] = 63.0
     _add_step(resumed)
     assert resumed.take().tokens_per_second == 100
+
+
+def test_loss_of_a_report_is_the_mean_of_its_own_steps() -> None:
+    log = StepLog(1.0, 1.0)
+    for losses, mean in (([6.0, 4.0], 5.0), ([1.0], 1.0)):
+        for loss in losses:
+            log.add(loss=torch.tensor(loss), norm=torch.ones(()), lr_scale=1.0, tokens=100)
+        assert log.take().loss == mean

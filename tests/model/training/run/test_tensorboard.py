@@ -51,7 +51,6 @@ def test_events_have_the_curves_and_samples_of_the_run(configure: Configure) -> 
     found, metrics = written(config.out / "tensorboard"), RunDirectory(config.out).metrics()
     for tag, kind, name in (
         ("loss/train", "train", "loss"),
-        ("loss/train_smoothed", "train", "smoothed_loss"),
         ("learning_rate/share_of_peak", "train", "learning_rate"),
         ("gradient_norm", "train", "gradient_norm"),
         ("tokens_per_second", "train", "tokens_per_second"),

@@ -114,8 +114,41 @@ def test_changed_shards_are_refused_on_resume(
     (data / "train.tokens").write_bytes(raw)
     with pytest.raises(TrainingError, match=r"--data: .* has changed"):
         train(again)
-    with pytest.raises(TrainingError, match=r"special_tokens is 'ids', but .* already tokenized"):
-        train(configure(**given, vocab_size=None, out=tmp_path / "b", special_tokens="ids"))
+
+
+@pytest.mark.parametrize("encoding", ["ids", "text"])
+def test_reused_shards_keep_their_encoding_of_special_tokens(
+    configure: Configure, tmp_path: Path, encoding: str
+) -> None:
+    (tmp_path / "t.txt").write_text(story(300).replace("\n", "\n<|endoftext|>\n"))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ eos_token }}")
+    first = configure(data=(str(tmp_path / "t.txt"),), steps=1, special_tokens=encoding)
+    data = train(first).run / "data"
+    tokenizer = str(data / "tokenizer.tiktoken")
+    given: dict[str, Any] = {"data": (str(data),), "tokenizer": tokenizer, "steps": 1,
+                             "vocab_size": None}  # fmt: skip
+    other = "text" if encoding == "ids" else "ids"
+    with_template = {"chat_template": template} if encoding == "text" else {}
+    again = train(configure(**given, **with_template, out=tmp_path / "again"))
+    assert read_checkpoint(again.checkpoint).special_ids == (encoding == "ids")
+    refused = f"special_tokens is '{other}', but .* it was '{encoding}'"
+    with pytest.raises(TrainingError, match=refused):
+        train(configure(**given, out=tmp_path / "b", special_tokens=other))
+    description = data / "data.json"
+    differs = tmp_path / "differs"
+    shutil.copytree(data, differs)
+    (differs / "data.json").write_text(
+        description.read_text().replace(
+            f'"special_tokens": "{encoding}"', f'"special_tokens": "{other}"'
+        )
+    )
+    both = (str(data), str(differs))
+    with pytest.raises(TrainingError, match="shards differ in the encoding of special tokens"):
+        train(configure(**{**given, "data": both}, out=tmp_path / "c"))
+    description.unlink()
+    unknown = train(configure(**given, out=tmp_path / "d", special_tokens=other))
+    assert read_checkpoint(unknown.checkpoint).special_ids == (other == "ids")
 
 
 @pytest.mark.parametrize(

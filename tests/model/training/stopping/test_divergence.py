@@ -6,21 +6,38 @@ from collections.abc import Iterable
 import pytest
 
 from logitd.model.training.run.step_log import Figures
-from logitd.model.training.stopping.divergence import MARGIN, REPORTS, STEPS, DivergenceMonitor
+from logitd.model.training.stopping.divergence import (
+    MARGIN,
+    REPORTS,
+    SMOOTHING,
+    STEPS,
+    DivergenceMonitor,
+)
 
 
 def _figures(loss: float, norm: float = 1.0) -> Figures:
-    return Figures(loss, loss, 1.0, norm, 1.0, 1.0, 1.0)
+    return Figures(loss, 1.0, norm, 1.0, 1.0, 1.0)
+
+
+def _unsmoothed(smoothed: Iterable[float]) -> list[float]:
+    """Losses of reports whose moving average is `smoothed`."""
+    values = list(smoothed)
+    before = [values[0], *values[:-1]]
+    return [
+        (value - SMOOTHING * last) / (1 - SMOOTHING)
+        for value, last in zip(values, before, strict=True)
+    ]
 
 
 def _watch(
     losses: Iterable[float], *, every: int = 10, warmup: int = 0, first: float = 8.0
 ) -> list[str | None]:
-    """The diagnosis after each report of a run that starts at `first` nats."""
+    """The diagnosis after each report of a run that starts at `first` nats. `losses` are
+    smoothed."""
     monitor = DivergenceMonitor(warmup)
     monitor.start(first)
     found = []
-    for number, loss in enumerate(losses, start=1):
+    for number, loss in enumerate(_unsmoothed(losses), start=1):
         monitor.observe(number * every, _figures(loss, 1.0))
         found.append(monitor.diagnosis())
     return found
@@ -52,7 +69,7 @@ def test_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
 
 def test_loss_that_only_rises_by_a_nat_has_exploded() -> None:
     assert _first(_watch([8 + MARGIN + 0.01] * 50)) == REPORTS
-    assert _first(_watch([8 + MARGIN] * 200)) == -1
+    assert _first(_watch([8 + MARGIN - 0.01] * 200)) == -1
 
 
 def test_frequent_reports_do_not_shorten_the_wait() -> None:
@@ -73,7 +90,8 @@ def test_falling_loss_is_never_suspect() -> None:
 def test_last_report_has_no_time_to_recover() -> None:
     monitor = DivergenceMonitor(0)
     monitor.start(8.0)
-    monitor.observe(10, _figures(9.5, 1.0))
+    losses = _unsmoothed([9.5, 8.5])
+    monitor.observe(10, _figures(losses[0], 1.0))
     assert monitor.suspect
     assert monitor.diagnosis() is None
     diagnosis = monitor.diagnosis(last=True)
@@ -81,7 +99,7 @@ def test_last_report_has_no_time_to_recover() -> None:
         "training diverged: since step 10 the smoothed loss is above 9.00; at step 10 it is "
         "9.50, and its best was 8.00"
     )
-    monitor.observe(20, _figures(8.5, 1.0))
+    monitor.observe(20, _figures(losses[1], 1.0))
     assert monitor.diagnosis(last=True) is None
 
 
@@ -90,7 +108,7 @@ def test_resumed_monitor_diagnoses_as_one_monitor() -> None:
     monitor = DivergenceMonitor(0)
     monitor.start(8.0)
     diagnoses = []
-    for number, loss in enumerate(losses, start=1):
+    for number, loss in enumerate(_unsmoothed(losses), start=1):
         again = DivergenceMonitor(0)
         again.restore(monitor.state())
         again.observe(number * 10, _figures(loss, 1.0))

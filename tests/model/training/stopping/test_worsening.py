@@ -13,7 +13,7 @@ def records(*losses: float, training: bool = True) -> list[dict[str, Any]]:
     for index, loss in enumerate(losses):
         step = 10 * index
         if index and training:
-            found.append({"kind": "train", "step": step, "smoothed_loss": 3.0 - index})
+            found.append({"kind": "train", "step": step, "loss": 3.0 - index})
         bits = loss / 2
         found.append({"kind": "eval", "step": step, "val_loss": loss, "val_bits_per_byte": bits})
     return found
@@ -33,7 +33,7 @@ def test_two_worse_evaluations_are_reported_once() -> None:
 
 
 def test_notice_leaves_out_overfitting_and_patience_if_they_do_not_apply() -> None:
-    rising = [{**each, "smoothed_loss": 1.0} for each in records(5, 4, 4.5, 4.8)]
+    rising = [{**each, "loss": 1.0} for each in records(5, 4, 4.5, 4.8)]
     for metrics in (rising, records(5, 4, 4.5, 4.8, training=False)):
         said = worsening(metrics, None)
         assert said is not None

@@ -15,7 +15,6 @@ from tests.service.cli.test_terminal import Terminal
 
 FIGURES = Figures(
     loss=3.0,
-    smoothed_loss=3.1,
     learning_rate=1.0,
     gradient_norm=0.5,
     tokens_per_second=1000.0,

@@ -51,7 +51,7 @@ def test_view_shows_curve_figures_time_left_and_samples(config: TrainingConfig) 
     evaluated = [event for event in events if isinstance(event, Evaluated)][-1]
     for shown in (
         f"step {last.step:,}",
-        f"{last.figures.smoothed_loss:.3f}",
+        f"{last.figures.loss:.3f}",
         f"{last.figures.tokens_per_second:,.0f} tok/s",
         f"{evaluated.val_bits_per_byte:.4f} bits per byte",
         "the cat",
