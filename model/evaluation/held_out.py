@@ -21,6 +21,7 @@ from logitd.model.data.shards import DATA, Shard, open_shard
 from logitd.model.data.sources.document import Document
 from logitd.model.data.sources.files import documents_of_all, each_once, named_files
 from logitd.model.data.sources.python_text import python_text
+from logitd.model.data.special_names import SpecialNames
 from logitd.model.data.split import Split, lot, sides, split_text
 from logitd.model.data.vocabulary import encode, require_vocabulary, tokenizer_sha256
 from logitd.model.data.windows import Windows, validation_windows
@@ -73,7 +74,8 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
             "trained on Python's own text"
         )
     documents = python_text(Path(sysconfig.get_path("stdlib"))).documents
-    pieces = _held_out(documents, split_text(documents, _val_fraction(data)))
+    names = SpecialNames(checkpoint.tokenizer.special_tokens)
+    pieces = _held_out(documents, split_text(documents, _val_fraction(data)), names)
     return "the validation part of Python's own text", _tokenized(pieces, checkpoint, at_most)
 
 
@@ -90,10 +92,12 @@ def _val_fraction(data: Mapping[str, Any]) -> float:
     return held_out / whole
 
 
-def _held_out(documents: Iterable[Document], split: Split) -> Iterator[list[str]]:
+def _held_out(
+    documents: Iterable[Document], split: Split, names: SpecialNames
+) -> Iterator[list[str]]:
     """The pieces of each document's held-out part, if it has one."""
     for document in sorted(documents, key=lot):
-        pieces = [piece for side, piece in sides(document, split) if side == "val"]
+        pieces = [piece for side, piece in sides(document, split, names) if side == "val"]
         if pieces:
             yield pieces
 
@@ -101,9 +105,10 @@ def _held_out(documents: Iterable[Document], split: Split) -> Iterator[list[str]
 def _tokenized(documents: Iterable[Iterable[str]], checkpoint: CheckpointInfo, limit: int) -> Shard:
     """The tokens of the first `limit` bytes of documents, given as pieces, as a shard in memory."""
     tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
+    names = SpecialNames(tokenizer.special_tokens)
     try:
         for pieces in documents:
-            for piece in pieces:
+            for piece in names.pieces(pieces):
                 raw = piece.encode()[:limit]
                 limit -= len(raw)
                 whole = raw.decode(errors="ignore")
