@@ -89,7 +89,7 @@ class Engine:
                 "target_gap",
             )
         share_decoded = self._runner.model.decoder.prefill_matches_decode
-        self._scheduler = Scheduler(config, share_decoded=share_decoded)
+        self._scheduler = Scheduler(config, share_decoded=share_decoded, clock=clock)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._first_deadline = math.inf  # lower bound of all deadlines
         self.weights = 0
