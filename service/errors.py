@@ -21,7 +21,11 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from logitd.model.files import without_surrogates
-from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.events import (
+    GRADIENTS_NOT_FINITE,
+    FinishEvent,
+    FinishReason,
+)
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import PARAM
 from logitd.model.inference.sampling.sampler import NOT_FINITE
@@ -168,7 +172,7 @@ def raise_failure(event: FinishEvent) -> None:
             raise bad_request(f"{event.param}: {event.error}", event.param, code)
         case FinishReason.ERROR:
             message = "the engine failed on this request"
-            if event.error == NOT_FINITE.message:
+            if event.error in (NOT_FINITE.message, GRADIENTS_NOT_FINITE):
                 message = f"{event.error}; the weights of the checkpoint are too large or damaged"
             raise ApiError(500, "server_error", message, None, "engine")
 

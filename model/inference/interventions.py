@@ -65,6 +65,12 @@ class Intervention:
     field: str | None = None
 
     @property
+    def may_enlarge(self) -> bool:
+        """False if the intervention only removes or shrinks values."""
+        shrinks = self.operation == "scale" and abs(self.factor) <= 1
+        return not (self.operation == "zero" or shrinks)
+
+    @property
     def directions(self) -> dict[str, Any]:
         """The intervention's directions, by field name."""
         named = {"along": self.along, "proportional_to": self.proportional_to}

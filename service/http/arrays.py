@@ -15,11 +15,14 @@ import numpy.typing as npt
 import orjson
 
 from logitd.model.operations.body import DType
+from logitd.service.errors import bad_request
 
 Array = npt.NDArray[Any]
 
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
+"""Largest finite number of a dtype."""
 
 PART_BYTES = 2**18
 """Number of bytes written to the socket at a time. The event loop and the engine run between two
@@ -69,13 +72,26 @@ def safetensors_header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str
 
 def encoded(values: Array, dtype: DType) -> Array:
     """Convert float32 values to `dtype`. The result is contiguous; bfloat16 is returned as uint16
-    with the same bits."""
-    if dtype != "bfloat16":
-        return np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
-    bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
-    # Round to nearest, ties to even; a NaN must not be rounded to infinity.
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2")
+    with the same bits. Raises ApiError if a finite value would become infinite."""
+    if dtype == "float32":
+        return np.ascontiguousarray(values, dtype="<f4")
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            narrow = np.ascontiguousarray(values, dtype="<f2")
+        infinite = np.isinf(narrow)
+    else:
+        bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
+        # Round to nearest, ties to even; a NaN must not be rounded to infinity.
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        narrow = np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2")
+        infinite = (narrow & 0x7FFF) == 0x7F80
+    if (lost := values[infinite & np.isfinite(values)]).size:
+        raise bad_request(
+            f"dtype is {dtype}, whose largest number is {LARGEST[dtype]:g}, but a value of the "
+            f"reply is {lost[0]:g}; use float32",
+            "dtype",
+        )
+    return narrow
 
 
 def byte_parts(values: Array) -> Iterator[bytes]:

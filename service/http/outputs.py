@@ -54,7 +54,7 @@ async def respond(
         raise bad_request(*plan.not_npy)
     writer = OutputsWriter(operation.reply_id, plan, media_type, context)
     try:
-        await context.unless_gone(writer.reader.start())
+        await context.unless_gone(writer.start())
     except BaseException:
         writer.end()
         raise
@@ -89,6 +89,15 @@ class OutputsWriter:
         except BaseException:
             self._give_back()
             raise
+
+    async def start(self) -> None:
+        """Wait for the first rows, and check that they can be written. If this raises, the caller
+        must call `end`."""
+        first, plan = await self.reader.start(), self._plan
+        if plan.dtype != "float32":
+            for part, array in zip(plan.parts(0, first.rows), plan.arrays, strict=True):
+                if not array.dtype:
+                    encoded(part, plan.dtype)
 
     def end(self) -> None:
         """End the requests that are still running, and release the reply's share of the budget."""

@@ -34,9 +34,10 @@ class OutputsReader:
         self._rows = _rows(self._submission)
         self._first: OutputsChunk | None = None
 
-    async def start(self) -> None:
-        """Wait for the first rows. If this raises, the caller must call `end`."""
-        self._first = await anext(self._rows)
+    async def start(self) -> OutputsChunk:
+        """Wait for the first rows, and return them. If this raises, the caller must call `end`."""
+        first = self._first = await anext(self._rows)
+        return first
 
     def end(self) -> None:
         """End the prompts that have not been read completely."""

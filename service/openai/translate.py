@@ -4,19 +4,21 @@ Fields with the same name have the same meaning and are copied, unless they are 
 the native default. All other fields are translated here.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.operations.generate import GenerateRequest
+from logitd.model.operations.prompts import clip
 from logitd.model.operations.validation import describe_errors
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.errors import ApiError, bad_request
+from logitd.service.http.structure import repeated_key
 from logitd.service.openai.chat_schemas import ChatRequest
 from logitd.service.openai.schemas import COMPLETION_TOKENS, CompletionRequest, ResponseFormat
 from logitd.service.openai.tools import call_schema
@@ -119,14 +121,15 @@ def _structured(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
 def _schema(given: dict[str, Any] | str, field: str) -> Any:
     if not isinstance(given, str):
         return given
-    try:
-        schema = json.loads(given)
+    try:  # as strictly as the body
+        schema = from_json(given, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the string in {field} is not JSON: {error}", field) from error
-    except RecursionError as error:
-        raise bad_request(f"{field} is nested too deeply", field) from error
     if not isinstance(schema, dict):
         raise bad_request(f"{field} must be a JSON schema, which is an object", field)
+    if (key := repeated_key(given.encode())) is not None:
+        message = f"the key {clip(key)!r} is twice in an object of {field}; send it once"
+        raise bad_request(message, field)
     return schema
 
 

@@ -5,7 +5,12 @@ import os
 
 import pytest
 
-from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from logitd.model.inference.engine.events import (
+    GRADIENTS_NOT_FINITE,
+    FinishEvent,
+    FinishReason,
+    SequenceTimes,
+)
 from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.inference.sampling.sampler import NOT_FINITE
 from logitd.service.engine.admission import Limit, QueueFull
@@ -52,8 +57,9 @@ def test_paths_that_are_not_utf8_are_reported() -> None:
     assert "no?where does not exist" in status.model_dump_json()
 
 
-def test_logits_that_are_not_finite_are_named_as_the_cause() -> None:
-    error = failure(finished(FinishReason.ERROR, NOT_FINITE.message))
+@pytest.mark.parametrize("cause", [NOT_FINITE.message, GRADIENTS_NOT_FINITE])
+def test_numbers_that_are_not_finite_are_named_as_the_cause(cause: str) -> None:
+    error = failure(finished(FinishReason.ERROR, cause))
     assert error is not None
     assert "not finite" in error.message
     assert "checkpoint" in error.message

@@ -51,14 +51,17 @@ Kind = Literal["regex", "json_schema", "choice", "grammar"]
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
+    "step_max_items": 5_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 5_000,
-    "max_grammar_size": 500_000,
+    "max_grammar_size": 10_000,
     "verbose_errors": False,
 }
 """Limits set for llguidance: the lexer's initial work, the work of lexer and parser for one mask
-(about 8 ms), and the states that the lexer of one sequence keeps (about 1 KiB each)."""
+(about 8 ms each), and the states that the lexer of one sequence keeps (about 1 KiB each).
+
+The parser compares each new item with all items of its row, and a mask may have all of its items in
+one row. So the time of a mask can grow with the square of `step_max_items`."""
 
 JSON_LAYOUT: Mapping[str, str | bool] = {
     "item_separator": ", ",
@@ -79,7 +82,8 @@ LOCATION = re.compile(r"at \d+\(\d+\): ")
 """Matches the line and column at the start of a compiler's message."""
 
 QUICK_SECONDS = 0.002
-"""Longest compile time of a constraint that may be compiled between two steps of the engine."""
+"""Longest processor time of work on a constraint, such as compiling it, that is done between two
+steps of the engine. It decides when the end of a text is noticed, never which text it is."""
 
 MASK_CACHE_SIZE = 256
 """Number of unpacked masks to cache. While a string is generated, most masks are equal."""
@@ -238,7 +242,13 @@ class Constraint:
         engine's."""
         self._starts.append(self.compiler.matcher(self.source, self._grammar))
 
+    @property
+    def starts_fast(self) -> bool:
+        """True if `start` takes no more than QUICK_SECONDS."""
+        return self.is_quick or bool(self._starts)
+
     def start(self) -> Any:
+        """A new llguidance matcher."""
         if self._starts:
             return self._starts.pop()
         return self.compiler.matcher(self.source, self._grammar)
@@ -253,28 +263,43 @@ class Matcher:
         self._look, self._ends = constraint.compiler.look, constraint.compiler.ends
         self._state: Any = None  # of llguidance; None before the first token
         self._allowed: np.ndarray | None = constraint.allowed  # None: not computed yet
+        self._ahead: list[int] = []  # tokens that `_state` has not consumed
+        self._slow = False  # the last mask took more than QUICK_SECONDS
 
     def allowed(self) -> np.ndarray:
         """Mask of the next token (V,), computed once after each token. If the text is complete and
         cannot continue, the mask is all false and `complete` is set. Raises ConstraintError if an
         incomplete text cannot continue."""
         if self._allowed is None:
+            began = time.thread_time()
+            self._catch_up()
             self._allowed, self.complete = self._look(self._state)
+            self._slow = time.thread_time() - began > QUICK_SECONDS
         return self._allowed
 
     def advance(self, token_id: int) -> None:
-        """Append an allowed token. Raises ConstraintError for any other token."""
+        """Append an allowed token. Raises ConstraintError for any other token, now or with the next
+        mask."""
         if token_id in self._ends:
             self.complete = True
             return
+        self._allowed = None
+        self._ahead.append(token_id)
+        if self._slow or (self._state is None and not self._constraint.starts_fast):
+            return  # do it with the next mask: the engine limits the time of masks
+        self._catch_up()
+        if self._state.is_stopped():  # the text is complete, or cannot continue
+            self.allowed()
+
+    def _catch_up(self) -> None:
+        """Start, and consume the tokens that were appended."""
         if self._state is None:
             self._heap.begin()
             self._state = self._constraint.start()
-        self._allowed = None
-        if not self._state.consume_token(token_id):
-            raise ConstraintError(_readable(self._state.get_error()))
-        if self._state.is_stopped():  # the text is complete, or cannot continue
-            self.allowed()
+        ahead, self._ahead = self._ahead, []
+        for token_id in ahead:
+            if not self._state.consume_token(token_id):
+                raise ConstraintError(_readable(self._state.get_error()))
 
     def __del__(self) -> None:
         if self._state is not None:
@@ -337,6 +362,17 @@ def _readable(message: str) -> str:
         return (
             f"a text needs more than {LIMITS['max_lexer_states']} states of the lexer, or "
             "too many at once; shorten repetitions that overlap, such as (.*a.{9})+"
+        )
+    if row := re.search(r"Current row has (\d+) items", message):
+        return (
+            f"at one place of a text the parser has {row[1]} ways to go on, more than "
+            f"{LIMITS['max_items_in_row']}; use fewer optional parts and alternatives"
+        )
+    if "Too many items (limit" in message:
+        return (
+            f"to find the next token, the parser needs more than {LIMITS['step_max_items']} items; "
+            "use fewer optional parts and alternatives, or join short ones into one regular "
+            "expression, such as /[a-z]/"
         )
     if "coerce_one_of" in message:
         return "the alternatives of oneOf may overlap; use anyOf, or exclude overlaps"

@@ -20,6 +20,7 @@ from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import prices, step_cost
 from logitd.model.inference.engine.events import (
+    GRADIENTS_NOT_FINITE,
     AttributionEvent,
     EngineStats,
     Event,
@@ -89,7 +90,7 @@ class Engine:
                 "target_gap",
             )
         share_decoded = self._runner.model.decoder.prefill_matches_decode
-        self._scheduler = Scheduler(config, share_decoded=share_decoded)
+        self._scheduler = Scheduler(config, share_decoded=share_decoded, clock=clock)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._first_deadline = math.inf  # lower bound of all deadlines
         self.weights = 0
@@ -321,11 +322,11 @@ class Engine:
         if attribution is None:
             return []
         if not attribution.is_finite:
-            message = "the model's logits or their gradients are not finite"
             request = sequence.attribution
             task = None if request is None else request.task
             probed = isinstance(task, AttributionTask) and task.probe is not None
-            return [self._finish_with_error(sequence, message, "direction" if probed else None)]
+            param = "direction" if probed else None
+            return [self._finish_with_error(sequence, GRADIENTS_NOT_FINITE, param)]
         event = AttributionEvent(sequence.request_id, sequence.index, attribution)
         return [event, self._finish(sequence, FinishReason.STOP)]
 
@@ -400,10 +401,10 @@ class Engine:
         return events
 
     def _not_finite(self, sequence: Sequence) -> Event:
-        """End a sequence whose logits are not `usable`. If its request has interventions, the
-        `param` of the error names them."""
+        """End a sequence whose logits are not `usable`. If its request has interventions that may
+        be the reason, the `param` of the error names them."""
         message = NOT_FINITE.message
-        if not sequence.request.interventions:
+        if not any(change.may_enlarge for change in sequence.request.interventions):
             return self._finish_with_error(sequence, message)
         advice = "use smaller factors and values"
         return self._finish_with_error(sequence, f"{message}; {advice}", PARAM)

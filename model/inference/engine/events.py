@@ -13,6 +13,9 @@ from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.sampling.params import TokenLogprob
 from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
+GRADIENTS_NOT_FINITE = "the model's logits or their gradients are not finite"
+"""The error of a sequence whose attributions or circuit are not finite."""
+
 
 class FinishReason(StrEnum):
     """The reason why a sequence ended. The sequence's result is complete only after STOP or

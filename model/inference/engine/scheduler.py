@@ -1,9 +1,10 @@
 """Scheduler: chooses the sequences that the next step computes.
 
 Sequences are admitted by priority; within a priority the callers take turns (`queue.py`). Admitted
-prompts take turns in the same way. A step decodes every running sequence once. It also prefills up
-to `prefill_chunk` positions, or fewer while sequences decode (`budget.py`), of as many prompts as
-fit. Running sequences are never preempted: an admitted sequence can finish.
+prompts take turns in the same way. A step decodes every running sequence once, with the exceptions
+below. It also prefills up to `prefill_chunk` positions, or fewer while sequences decode
+(`budget.py`), of as many prompts as fit. Running sequences are never preempted: an admitted
+sequence can finish.
 
 If the reader of a sequence's outputs is behind, the sequence keeps its slot, but computes nothing.
 When another sequence needs a slot, the sequence that has been behind the longest is evicted
@@ -22,6 +23,11 @@ or more, a tapped sequence, or a piece of an attribution. After a heavy step, th
 COOLDOWN times its duration, in which no heavy work is done while plain sequences decode. So heavy
 work increases the time per token of other sequences to at most about twice its usual value.
 
+Masks of constraints are computed here, before a step begins, because their time is not known in
+advance. Sequences whose masks do not fit into MASK_SECONDS decode in a later step, in turn. So
+expensive constraints delay other sequences by a bounded time per token. When a sequence decodes
+never changes its tokens.
+
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
 
@@ -32,6 +38,9 @@ with a constraint gets no drafts, because its mask depends on every earlier toke
 """
 
 import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from logitd.model.inference.engine.attributions import AttributionTurns
@@ -58,6 +67,10 @@ COOLDOWN = 2
 """Duration of a cooldown, as a multiple of the heavy step's. It limits the mean time between two
 tokens to 1 + 1 / COOLDOWN times the usual value, not counting the processor time that writing the
 replies of heavy requests takes."""
+
+MASK_SECONDS = 0.03
+"""Seconds in which a step begins to compute masks. The last mask may exceed them (about 8 ms:
+`model/inference/constraints/compiler.py`). A usual mask takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +124,15 @@ class Scheduler:
     `share_decoded`: prompts may copy the keys and values of generated tokens, not only of prompts.
     """
 
-    def __init__(self, config: EngineConfig, *, share_decoded: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        share_decoded: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
+        self._clock = clock
         self._share_decoded = share_decoded
         self.step_elements = STEP_ELEMENTS
         self.slots = SlotPool(config.slots)
@@ -185,6 +205,7 @@ class Scheduler:
         light = cooldown or self._prompts_ahead > 0
         if light or (len(decode) > 1 and any(sequence.tapped for sequence in decode)):
             decode = self._decode_in_turn(decode, light=light)
+        decode = self._with_masks(decode)
         tapped_prompts = 0 if light else 1 if has_untapped_decode else self.config.slots
         prompts = self._callers.in_turn(
             [s for s in self.running if s.state is State.PREFILL and s.may_compute]
@@ -411,6 +432,23 @@ class Scheduler:
                 break
             sequence.decoded_step = self._step
         return tuple(s for s in decode if not s.tapped or s.decoded_step == self._step)
+
+    def _with_masks(self, decode: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+        """Choose the sequences that decode: all without a constraint and, of the others, those that
+        have waited the longest, as many as get their masks within MASK_SECONDS, but at least
+        one."""
+        due = [sequence for sequence in decode if sequence.matcher is not None]
+        if not due:
+            return decode
+        began = self._clock()
+        for index, sequence in enumerate(sorted(due, key=lambda each: each.masked_step)):
+            if index and self._clock() - began > MASK_SECONDS:
+                break
+            sequence.masked_step = self._step
+            assert sequence.matcher is not None
+            with suppress(Exception):  # the runner asks again, and ends the sequence
+                sequence.matcher.allowed()
+        return tuple(s for s in decode if s.matcher is None or s.masked_step == self._step)
 
     def _reserve(self, chunk: PrefillChunk) -> None:
         """Charge a chunk's elements to the step. If the prompt has not begun, also record that its

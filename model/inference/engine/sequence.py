@@ -80,7 +80,8 @@ class Sequence:
     tapped: bool = field(init=False)
     """True if stages of the sequence are recorded or changed. Then it is computed separately, and
     its slot cannot be copied."""
-    decoded_step: int = 0  # last step in which it decoded
+    decoded_step: int = 0  # last step in which it decoded, if it is tapped
+    masked_step: int = 0  # last step in which it decoded, if it has a constraint
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.operations.body import DType
+from logitd.service.errors import ApiError
 from logitd.service.http.arrays import (
     JSON_ELEMENTS,
     PART_BYTES,
@@ -65,11 +66,26 @@ def test_safetensors_reads_what_we_write(tensors: list[tuple[str, tuple[int, ...
 @given(st.lists(FLOATS, min_size=1, max_size=50))
 def test_bfloat16_is_rounded_as_torch_rounds(values: list[float]) -> None:
     array = np.array(values, dtype=np.float32)
-    ours = torch.from_numpy(encoded(array, "bfloat16").view(np.int16)).view(torch.bfloat16)
     torchs = torch.from_numpy(array).bfloat16()
+    if (torchs.isinf().numpy() & np.isfinite(array)).any():
+        with pytest.raises(ApiError, match=r"largest number is 3.38953e\+38"):
+            encoded(array, "bfloat16")
+        return
+    ours = torch.from_numpy(encoded(array, "bfloat16").view(np.int16)).view(torch.bfloat16)
     assert torch.equal(ours.isnan(), torchs.isnan())
     real = ~torchs.isnan()
     assert torch.equal(ours[real].view(torch.int16), torchs[real].view(torch.int16))
+
+
+@pytest.mark.parametrize(("value", "fits"), [(65519.0, True), (65520.0, False), (-7e4, False)])
+def test_float16_keeps_finite_values_finite(value: float, fits: bool) -> None:
+    array = np.array([[-np.inf, np.nan], [1.0, value]], dtype=np.float32)
+    if fits:
+        assert np.array_equal(encoded(array, "float16"), array.astype("<f2"), equal_nan=True)
+    else:
+        with pytest.raises(ApiError, match=f"65504.*is {value:g};") as info:
+            encoded(array, "float16")
+        assert info.value.param == "dtype"
 
 
 def test_arrays_are_contiguous() -> None:

@@ -81,6 +81,21 @@ def test_narrow_dtypes_round_the_same_numbers(server: Serving, name: str, dtype:
 
 
 @pytest.mark.parametrize("accept", [NPY, JSON, SAFETENSORS])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("hidden_states", {"layers": [-1]}), ("activations", {"stages": ["blocks.1.output"]})],
+)
+def test_value_beyond_float16_is_refused(
+    server: Serving, name: str, fields: dict[str, Any], accept: str
+) -> None:
+    change = {"stage": "blocks.1.output", "operation": "scale", "factor": 1e7}
+    body = {"prompt": PROMPT, **fields, "interventions": [change], "dtype": "float16"}
+    error = server.refused(f"/{name}", body, Accept=accept)
+    assert error.param == "dtype"
+    assert "65504" in error.message
+
+
+@pytest.mark.parametrize("accept", [NPY, JSON, SAFETENSORS])
 @pytest.mark.parametrize("name", ARRAYS)
 def test_headers_name_the_weights(server: Serving, name: str, accept: str) -> None:
     response = server.post(f"/{name}", {"prompt": "x", **ARRAYS[name]}, Accept=accept)

@@ -155,6 +155,9 @@ def test_constraints_can_be_given_in_every_way(
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_json": "[" * 30_000}, "guided_json"),
+        ({"guided_json": '{"const": NaN}'}, "guided_json"),
+        ({"guided_json": '{"const": 1, "const": 2}'}, "guided_json"),
+        ({"structured_outputs": {"json": '{"a": {"b": 1, "\\u0062": 2}}'}}, "structured_outputs"),
     ],
 )
 def test_only_one_readable_constraint_is_accepted(fields: dict[str, Any], param: str) -> None:

@@ -256,6 +256,48 @@ def test_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.Mon
         walk(constraint, seed=1)
 
 
+def optional_rules(count: int) -> str:
+    """A grammar in which any of `count` rules may come next."""
+    names = [f"x{i}" for i in range(count)]
+    return "\n".join([f"start: {'? '.join(names)}?", *(f"{name}: /[a-z]/" for name in names)])
+
+
+def test_parser_cost_of_a_text_is_limited() -> None:
+    walk(compiled("grammar", optional_rules(100)), seed=1)
+    walk(compiled("json_schema", optional_properties(400)), seed=1)
+    with pytest.raises(ConstraintError, match="2799 ways to go on, more than 2000"):
+        walk(compiled("json_schema", optional_properties(700)), seed=1)
+    with pytest.raises(ConstraintError, match="needs more than 5000 items"):
+        compiled("grammar", optional_rules(300), MERGED)
+
+
+def optional_properties(count: int) -> dict[str, Any]:
+    named = {f"k{i}": {"type": "string", "maxLength": i} for i in range(count)}
+    return {"type": "object", "properties": named}
+
+
+@pytest.mark.parametrize("source", [("regex", "(ab|b)+"), ("choice", ["a", "abc"])])
+def test_slow_matcher_starts_with_the_mask_after_its_first_token(source: tuple[Kind, Any]) -> None:
+    texts = []
+    for is_quick in (True, False):
+        constraint = compiled(*source)
+        constraint.is_quick = is_quick
+        texts.append([walk(constraint, seed) for seed in range(9)])
+        matcher = constraint.matcher()
+        if is_quick:
+            with pytest.raises(ConstraintError):
+                matcher.advance(ord("z"))
+            continue
+        matcher.advance(ord("z"))
+        for _ in range(2):  # asking again gives the same answer
+            with pytest.raises(ConstraintError):
+                matcher.allowed()
+        constraint.prepare()
+        with pytest.raises(ConstraintError):
+            constraint.matcher().advance(ord("z"))
+    assert texts[0] == texts[1]
+
+
 # Refusals
 
 REFUSED: list[tuple[Kind, Any, str]] = [
@@ -288,6 +330,7 @@ REFUSED: list[tuple[Kind, Any, str]] = [
     ("grammar", 'start: /a\n"/ %json {"type": "null"}', "%json"),
     ("grammar", 'start: a\n?a [ lazy, stop="]:" ]: /b/', "stop"),
     ("grammar", "start: a\na[capture]: /b/", "capture"),
+    ("grammar", f'start: "a" b\nb: {"c? " * 20_000}\nc: "d"', "limit for this grammar: 10000"),
 ]
 
 

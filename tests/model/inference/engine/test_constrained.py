@@ -23,8 +23,10 @@ from logitd.model.inference.sampling.params import SamplingParams
 from tests.model.factories import byte_tokenizer, merging_tokenizer, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
+    FakeClock,
     Outcome,
     Steps,
+    StepsMatcher,
     assert_is_reference,
     generation,
     params,
@@ -266,6 +268,62 @@ def test_lexer_limits_apply_to_each_sequence() -> None:
     found = fates(costly("a", TIGHT.compile(Source("regex", "(.*[a-m].{8}[n-z])+")), 1, 16))
     reasons = {reason for _, reason, _ in found.values()}
     assert reasons == {FinishReason.ERROR, FinishReason.LENGTH}
+
+
+# Masks that take time
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow(Steps):
+    """A constraint whose masks take `seconds` each."""
+
+    clock: FakeClock = dataclasses.field(default_factory=FakeClock)
+    seconds: float = 0.008
+
+    def matcher(self) -> "SlowMatcher":
+        return SlowMatcher(self)
+
+
+class SlowMatcher(StepsMatcher):
+    steps: Slow
+
+    def __init__(self, slow: Slow) -> None:
+        super().__init__(slow)
+        self.masked = 0  # length of the text for which the mask was computed; the first is ready
+
+    def allowed(self) -> np.ndarray:
+        if self.masked < self.place:
+            self.masked = self.place
+            self.steps.clock.now += self.steps.seconds
+        return super().allowed()
+
+    def advance(self, token_id: int) -> None:
+        self.place += 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masks_of_a_step_take_a_bounded_time(temperature: float) -> None:
+    """Sequences whose masks do not fit into a step wait in turn, and their tokens are the same.
+    Others get a token in each step."""
+    gpt, clock = small_gpt(), FakeClock()
+    driven = Driven(gpt, clock, slots=16, prefill_chunk=1024)
+    slow = Slow(gpt.config.vocab_size, length=9, clock=clock)
+    fields: dict[str, Any] = {"max_tokens": 40, "seed": 1, "temperature": temperature}
+    driven.add(generation("free", [1, 2], **fields))
+    driven.add(generation("slow", [5], n=12, constraint=slow, **fields))
+    steps = 0
+    while driven.unfinished:
+        began = clock.now
+        driven.step()
+        steps += 1
+        assert clock.now - began < 0.04
+        count, *of_slow = (len(outcome.tokens) for outcome in driven.outcomes.values())
+        assert count == min(steps, 40)
+        assert len(of_slow) < 12 or max(of_slow) - min(of_slow) <= 1
+    fast = dataclasses.replace(slow, seconds=0.0)
+    alone = run(gpt, generation("slow", [5], n=12, constraint=fast, **fields), slots=12)
+    for key, outcome in alone.items():
+        assert driven.outcomes[key].token_ids == outcome.token_ids
 
 
 # Failures and refusals

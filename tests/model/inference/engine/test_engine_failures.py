@@ -1,6 +1,7 @@
 """A failing step fails its own requests and no others."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest, Lens, Logits, Request
+from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.attention import Attend
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
@@ -195,3 +197,22 @@ def test_infinite_logit_of_one_id_is_an_error_of_every_request(
     assert ended.reason is FinishReason.ERROR
     assert "not finite" in (ended.error or "")
     assert ended.param is None
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"operation": "zero"}, None),
+        ({"operation": "scale"}, None),
+        ({"operation": "scale", "factor": -0.5}, None),
+        ({"operation": "scale", "factor": 2.0}, "interventions"),
+    ],
+)
+def test_change_that_only_shrinks_values_is_no_cause_of_infinite_logits(
+    change: dict[str, Any], param: str | None
+) -> None:
+    broken = small_gpt(tied_head=False, head_bias=True)
+    broken.head.bias.data[7] = torch.inf
+    applied = Intervention(stage="blocks.0.output", **change)
+    request = outputs_request("r", [1, 2, 3], output=Logits(), interventions=(applied,))
+    assert run(broken, request)["r", 0].ended.param == param
