@@ -22,7 +22,8 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings
-from logitd.model.owner_code.process.build import CONFIG_NAMES, without_wrappers
+from logitd.model.owner_code.process.build import CONFIG_NAMES
+from logitd.model.owner_code.process.weights import without_wrappers
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """In a folder, files with these suffixes count as weight files."""

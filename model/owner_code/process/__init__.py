@@ -6,7 +6,8 @@ other names, so further imports could conflict with them.
 
   network.py   blocks network access
   define.py    runs the definitions of the owner's file
-  build.py     creates the model with the values of the checkpoint, and loads its weights
+  build.py     creates the model with the values of the checkpoint
+  weights.py   loads its weights
   call.py      computes logits, also with the model's own cache
   measure.py   measures facts: vocabulary, context length, stages
   hooks.py     reads and changes the outputs of submodules
