@@ -50,8 +50,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Losses by step. A training loss is the mean of the steps since the
-    previous report."""
+    """Losses by step. A training loss is the mean of the steps since the previous report."""
 
     training: tuple[Point, ...] = ()
     validation: tuple[Point, ...] = ()

@@ -148,8 +148,8 @@ def shard_sha256(path: Path) -> str:
 
 
 def special_tokens_of(path: Path) -> str | None:
-    """How names of special tokens are encoded in a shard, "ids" or "text"; None if no description
-    says so."""
+    """The encoding of special tokens' names in a shard, "ids" or "text"; None if no description
+    states it."""
     document = _description(path)
     return document["record"].get("special_tokens") if path.name in document["shards"] else None
 

@@ -43,7 +43,7 @@ CAUSAL_TOLERANCE = 1e-3
 attributed to rounding."""
 _FIELD_NAMES = frozenset(name for names in SETTINGS.values() for name in names)
 _FOR_EVALUATION: Mapping[str, Any] = {**dict.fromkeys(SETTINGS["dropout"], 0.0), "device": "cpu"}
-"""Values that replace the source's, whatever they are."""
+"""Values that always replace the source's."""
 
 
 @dataclass(frozen=True)
