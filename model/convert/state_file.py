@@ -259,9 +259,10 @@ def collect_settings(
 ) -> dict[str, Any]:
     """Collect the numbers, flags, strings and lists about layers in all nested dictionaries except
     vocabularies and the optimizer's, and all lists in sections about the model. If sections
-    disagree, the section about the model takes precedence. With `of_model_alone`, sections about
+    disagree, the section about the model takes precedence; the values of equal sections become a
+    list, which no reader of a single value understands. With `of_model_alone`, sections about
     training are skipped, except their parts about the model."""
-    settings: dict[str, Any] = {}
+    stated: dict[str, list[Any]] = {}
     strong: set[str] = set()
 
     def collect(
@@ -273,10 +274,12 @@ def collect_settings(
             if isinstance(value, bool | int | float | str) or listed:
                 if of_training:
                     continue
-                if name not in settings or (of_model and name not in strong):
-                    settings[name] = value
-                    if of_model:
-                        strong.add(name)
+                if of_model and name not in strong:
+                    strong.add(name)
+                    stated[name] = []
+                if of_model or name not in strong:
+                    values_of = stated.setdefault(name, [])
+                    values_of += [] if value in values_of else [value]
             elif isinstance(value, Mapping) and depth < 3:
                 if _is_table(value) or _mentions(_OPTIMIZER, name):
                     continue
@@ -286,7 +289,7 @@ def collect_settings(
                 collect(value, depth + 1, of_model or own, training)
 
     collect(contents, 0, False)
-    return settings
+    return {name: found[0] if len(found) == 1 else found for name, found in stated.items()}
 
 
 def collect_values(contents: Mapping[Any, Any], depth: int = 0) -> dict[str, Any]:
@@ -321,8 +324,10 @@ def _mentions(pattern: re.Pattern[str], name: str) -> bool:
 
 
 def _is_table(values: Mapping[Any, Any]) -> bool:
-    """True for a vocabulary: consecutive numbers, or many values of one type."""
+    """True for a vocabulary: consecutive numbers, numbered texts, or many values of one type."""
     if len(values) > 200 and len(set(map(type, values.values()))) == 1:
+        return True
+    if all(str(key).isdigit() and isinstance(value, str) for key, value in values.items()):
         return True
     numbers = {value for value in values.values() if type(value) is int}
     return len(values) > 3 and len(numbers) == len(values) == max(numbers) - min(numbers) + 1

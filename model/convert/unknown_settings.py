@@ -133,7 +133,8 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         if isinstance(value, list) and PER_LAYER.fullmatch(name):
             return not all(map(_is_usual, value))
         if isinstance(value, list):
-            return any(is_unknown(name, item) for item in value if not isinstance(item, str | list))
+            texts = _KIND.fullmatch(name) is not None
+            return any(is_unknown(name, item) for item in value if texts or type(item) is not str)
         if isinstance(value, str) and _KIND.fullmatch(name):
             return not _is_usual(value)
         value = as_number(value)

@@ -96,6 +96,15 @@ def test_unused_setting_of_a_computation_is_unknown_except_by_role(name: str, va
     assert unknown_settings({name: value}, by_role=True) == {}
 
 
+def test_sections_that_disagree_are_asked_about() -> None:
+    contents = {"full": {"softcap": 1.0, "attn_type": "full", "rope_theta": 1e4},
+                "sliding": {"softcap": 2.0, "attn_type": "linear", "rope_theta": 1e5}}  # fmt: skip
+    found = collect_settings(contents)
+    assert found["rope_theta"] == [1e4, 1e5]
+    asked = {"softcap": [1.0, 2.0], "attn_type": ["full", "linear"]}
+    assert unknown_settings(found, by_role=True) == asked
+
+
 def test_vocabularies_and_sections_of_a_training_are_no_settings() -> None:
     contents = {"stoi": {"a": 0, "b": 1, "c": 2, "step": 3}, "optimizer": {"softcap": 1.0},
                 "model_args": {"softcap": 2.0}}  # fmt: skip
