@@ -3,6 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logitd.model.data import vocabulary
+from logitd.model.data.sources.document import PIECE, text_document
 from logitd.model.data.special_names import SpecialNames
 
 NAMES = SpecialNames(["<|a|>", "<|a|>b", "[c]"])
@@ -25,3 +27,11 @@ def test_pieces_divide_no_name(parts: list[str], lengths: list[int]) -> None:
 def test_pieces_without_names_stay_as_they_are() -> None:
     assert list(NAMES.pieces(["a <", "|a| >", "[c", "d"])) == ["a <", "|a| >", "[c", "d"]
     assert list(SpecialNames().pieces(["<|a", "|>"])) == ["<|a", "|>"]
+
+
+def test_vocabulary_is_learned_from_a_text_whose_name_crosses_a_border() -> None:
+    """The piece before it became longer than PIECE, and the training ended with a traceback."""
+    text = "ab" * (PIECE // 2 - 1) + "<|a|>b" + "cd" * PIECE
+    pieces = list(NAMES.whole(text_document("text", text)).pieces())
+    assert max(map(len, pieces)) > PIECE
+    assert len(vocabulary.learn(pieces, 260).ranks) > 256
