@@ -6,7 +6,6 @@ this one needs no knowledge of the computation, but the checkpoint can be served
 allowed to run.
 """
 
-import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +45,7 @@ from logitd.model.convert.foreign import (
     plausible_loss,
 )
 from logitd.model.convert.hf.folder import refuse_adapter
-from logitd.model.convert.importing import record_of_import, reporting_damage
+from logitd.model.convert.importing import record_of_code, record_of_import, reporting_damage
 from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
@@ -139,14 +138,6 @@ def import_by_code(
             chat_template=vocabulary.chat_template,
             sources=sources,
         )
-
-
-def code_sha256(code: OwnerCode) -> str:
-    """The first 16 hexadecimal digits of a SHA-256 hash. The hash covers the owner's file, the
-    expression that creates the model, and the call that returns logits."""
-    digest = hashlib.sha256(code.file.read_bytes())
-    digest.update(f"{code.expression}\n{code.call}".encode())
-    return digest.hexdigest()[:16]
 
 
 def _request(file: StateFile, options: CodeOptions) -> Request:
@@ -317,7 +308,7 @@ def _record(source: Path, file: StateFile, options: CodeOptions) -> TrainingReco
         source,
         KIND,
         options.tokenizer,
-        {"code": str(options.code), "code_sha256": code_sha256(options.code)},
+        record_of_code(options.code),
         step=count_or_zero(setting(file.settings, "step")[0]),
         val_loss=plausible_loss(setting(file.settings, "val_loss")[0]),
     )

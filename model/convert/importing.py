@@ -31,6 +31,7 @@ from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt, nanochat
 from logitd.model.convert.by_role.objective import CheckText
+from logitd.model.convert.by_role.owner_code import OwnerCode
 from logitd.model.convert.by_role.read import (
     Recognized,
     RoleOptions,
@@ -50,7 +51,6 @@ from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.source_file import object_beside
 from logitd.model.convert.state_file import (
     LOOKED_FOR,
-    SETTINGS_FILES,
     SUFFIXES,
     find_state_file,
     holds_weights,
@@ -58,6 +58,8 @@ from logitd.model.convert.state_file import (
 )
 from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.convert.vocabulary.files import files_beside
+from logitd.model.convert.vocabulary.named import named_file
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import require_new, written_to
 from logitd.model.transformer.config import GPTConfig
@@ -74,8 +76,8 @@ OPENAI_GPT: Mapping[str, Any] = {
 }
 """The computation of GPT-1. GPT-1 has no reader of its own, but its tensors are recognized by their
 names."""
-DESCRIBING = (".json", ".yaml", ".yml")
-"""Suffixes of the settings and vocabularies in a model's folder."""
+DESCRIBING = (".json", ".yaml", ".yml", ".jinja")
+"""Suffixes of the settings, vocabularies and chat templates in a model's folder."""
 
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
@@ -126,14 +128,14 @@ def import_model(
             source, context_length, roles or RoleOptions(), checked=check is not None
         )
     log(f"{source} is a model of {opened.kind}")
-    coded = roles is not None and roles.code is not None
-    if coded and ignored_settings:
+    code = None if roles is None else roles.code
+    if code is not None and ignored_settings:
         raise ConvertError(
             "--ignore-setting has no effect with --code, which defines all settings: remove one of "
             "these options"
         )
     where = str(opened.file.path) if isinstance(opened, Recognized) else opened.kind
-    unknown = {} if coded else still_unknown(opened.unknown, ignored_settings, where)
+    unknown = {} if code is not None else still_unknown(opened.unknown, ignored_settings, where)
     vocabulary, missing, text = None, None, None
     try:
         with reporting_damage(folder):
@@ -168,6 +170,7 @@ def import_model(
     _check(weights, {name: t.shape for name, t in gpt.state_dict().items()}, stored)
     gpt.load_state_dict(weights, assign=True)
     facts = {"ignored_settings": sorted(ignored_settings)} if ignored_settings else {}
+    facts = facts if code is None else record_of_code(code)
     training = record_of_import(
         source,
         model.kind,
@@ -205,17 +208,18 @@ def importable(source: Path) -> bool:
     return any(holds_weights(path) for path in source.iterdir())
 
 
-def fingerprint(source: Path) -> str:
+def fingerprint(source: Path, tokenizer: str | None = None) -> str:
     """A hash that distinguishes sources with the same name. It covers the names and contents of all
-    weight files, and of the settings and vocabularies next to them, because with other settings the
-    same weights are another model."""
+    weight files, of the settings and chat templates next to them, and of the vocabularies: the
+    file that `tokenizer`, the value of --tokenizer, names, or else all that an import may find."""
+    folder = source if source.is_dir() else source.parent
+    files = [source, *(path for path in folder.iterdir() if path.suffix in DESCRIBING)]
     if source.is_dir():
-        files = [path for path in source.rglob("*") if path.suffix in LOOKED_FOR]
-        files += (path for path in source.iterdir() if path.suffix in DESCRIBING)
-    else:
-        files = [source, *(source.with_name(name) for name in (*SETTINGS_FILES, "tokenizer.json"))]
+        files += (path for path in source.rglob("*") if path.suffix in LOOKED_FOR)
+    named = None if tokenizer is None else named_file(tokenizer)
+    files += files_beside(folder) if tokenizer is None else [] if named is None else [named]
     digest = hashlib.sha256()
-    for path in sorted({path for path in files if path.is_file()}):
+    for path in sorted({path.absolute() for path in files if path.is_file()}):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         digest.update(os.fsencode(f"{path.name} {content}\n"))
@@ -241,7 +245,7 @@ def record_of_import(
         val_bits_per_byte=None,
         data={
             "name": source.resolve().name,
-            "fingerprint": fingerprint(source),
+            "fingerprint": fingerprint(source, tokenizer),
             "format": kind,
             "licence": "the source's license, which is not known here",
             **({} if tokenizer is None else {"tokenizer": tokenizer}),
@@ -249,6 +253,16 @@ def record_of_import(
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def record_of_code(code: OwnerCode) -> dict[str, Any]:
+    """What a training record says about the owner's code. The hash covers the Python files in the
+    folder of that code, the expression that creates the model, and the call that returns
+    logits."""
+    digest = hashlib.sha256(f"{code.expression}\n{code.call}".encode())
+    for path in sorted(code.file.absolute().parent.glob("*.py")):
+        digest.update(os.fsencode(path.name) + path.read_bytes())
+    return {"code": str(code), "code_sha256": digest.hexdigest()[:16]}
 
 
 @contextmanager

@@ -123,6 +123,13 @@ def vocabularies_beside(
     return [], in_vain
 
 
+def files_beside(folder: Path) -> Iterator[Path]:
+    """The files that a search for a vocabulary may read, in all folders that it searches."""
+    for place in (place for places in _places(folder, None) for place in places):
+        yield from _files(place)
+        yield from (place / name for name in MERGES if (place / name).is_file())
+
+
 def _sorted_characters(path: Path) -> Iterator[ForeignTokenizer]:
     """Yield a second interpretation of a file that has one character per line. Some programs use
     the sorted characters of the whole file, including the line break, as the vocabulary."""

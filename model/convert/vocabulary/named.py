@@ -70,6 +70,14 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> ForeignTo
     return replace(vocabulary, where=str(path))
 
 
+def named_file(name: str) -> Path | None:
+    """The file that a description names; None for a vocabulary without a file."""
+    if name == NONE or name in PUBLISHED:
+        return None
+    rule = _RULE.fullmatch(name)
+    return Path(name) if rule is None else Path(rule[2]) if rule[2] is not None else None
+
+
 def _characters(path: Path, first: int, last: int, ids: int) -> ForeignTokenizer:
     """The characters of a text, as a vocabulary. Raises ConvertError unless the number of
     characters matches the number of the model's ids. If a character were missing, all characters

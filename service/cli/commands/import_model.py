@@ -9,13 +9,13 @@ from logitd.model.checkpoint.checkpoint import (
     CheckpointInfo,
     read_checkpoint,
 )
-from logitd.model.convert.by_code import CodeOptions, code_sha256, import_by_code
+from logitd.model.convert.by_code import CodeOptions, import_by_code
 from logitd.model.convert.by_role.map_file import read_map_file
 from logitd.model.convert.by_role.owner_code import OwnerCode, parse_owner_code
 from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.importing import fingerprint, import_model, importable
+from logitd.model.convert.importing import fingerprint, import_model, importable, record_of_code
 from logitd.model.convert.state_file import SUFFIXES
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize
@@ -170,14 +170,15 @@ def _require_same(settings: ImportSettings) -> None:
     """Raise CheckpointError unless the destination was imported from this source, with this code
     and, if one is named, this vocabulary."""
     source, destination = settings.source, settings.destination
-    code = None
-    if settings.by_code:
-        code = code_sha256(_code(settings))
-    data = read_checkpoint(destination).training.data
-    if data.get("fingerprint") != fingerprint(source):
+    known = read_checkpoint(destination)
+    data = known.training.data
+    code = data if settings.code is None else record_of_code(_code(settings))
+    if data.get("fingerprint") != fingerprint(source, data.get("tokenizer")):
         what = str(source)
-    elif data.get("code_sha256") != code:
-        what = f"{source} with this --code and --run-code"
+    elif data.get("code_sha256") != code.get("code_sha256"):
+        what = f"{source} with this --code"
+    elif isinstance(known.shape, CodeConfig) is not settings.by_code:
+        what = f"{source} {'with' if settings.by_code else 'without'} --run-code"
     elif settings.tokenizer not in (None, data.get("tokenizer")):
         what = f"{source} with --tokenizer {settings.tokenizer}"
     else:

@@ -103,15 +103,40 @@ def test_models_of_words_are_measured_and_tuned(
     assert "step      6" in capsys.readouterr().out
 
 
-def test_serving_changed_settings_is_not_answered_by_the_old_import(tmp_path: Path) -> None:
-    """The check whether a model was already imported once covered only its weights."""
-    save_theirs(tmp_path / "theirs", "llama")
-    made = for_serving(tmp_path / "theirs", may_import=True)
-    assert for_serving(tmp_path / "theirs", may_import=True) == made
-    with (tmp_path / "theirs" / "config.json").open("a") as file:
+@pytest.mark.parametrize(
+    "name", ["config.json", "chat_template.jinja", "merges.txt", "data/meta.pkl", "../vocab.txt"]
+)
+def test_serving_changed_settings_is_not_answered_by_the_old_import(
+    name: str, tmp_path: Path
+) -> None:
+    """The check whether a model was already imported once covered only its weights, and then no
+    vocabularies and chat templates."""
+    source = tmp_path / "their" / "model"
+    source.parent.mkdir()
+    save_theirs(source, "llama")
+    made = for_serving(source, may_import=True)
+    assert for_serving(source, may_import=True) == made
+    (source / "notes.md").write_text("no setting")
+    assert for_serving(source, may_import=True) == made
+    (source / name).parent.mkdir(exist_ok=True)
+    with (source / name).open("a") as file:
         file.write("\n")
     with pytest.raises(NotServable, match=r"was not imported from .*, as it is now: remove it"):
-        for_serving(tmp_path / "theirs", may_import=True)
+        for_serving(source, may_import=True)
+
+
+def test_serving_with_a_changed_vocabulary_is_not_answered_by_the_old_import(
+    tmp_path: Path,
+) -> None:
+    save_theirs(tmp_path / "theirs", "llama")
+    (tmp_path / "text.txt").write_text("".join(chr(256 + n) for n in range(387)))
+    named = {"may_import": True, "tokenizer": f"characters:{tmp_path / 'text.txt'}"}
+    made = for_serving(tmp_path / "theirs", **named)
+    assert for_serving(tmp_path / "theirs", may_import=True) == made
+    (tmp_path / "text.txt").write_text("".join(chr(257 + n) for n in range(387)))
+    for again in (named, {"may_import": True}):
+        with pytest.raises(NotServable, match="as it is now: remove it"):
+            for_serving(tmp_path / "theirs", **again)
 
 
 def test_fingerprint_covers_the_middle_of_weights(tmp_path: Path) -> None:
