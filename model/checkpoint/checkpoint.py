@@ -154,7 +154,8 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Write a new checkpoint directory at `path` atomically.
 
-    `weights` is a model's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size),
+    `weights` is a model's `state_dict`, `dtype` is the dtype of its floating-point numbers on disk
+    (bfloat16 halves the size),
     `chat_template` is the source of a template, and `sources` are the owner's source files. Raises
     CheckpointError if `path` exists or the template does not compile, and OSError if the directory
     cannot be written.
@@ -169,7 +170,10 @@ def save_checkpoint(
     _chat_template(chat_template, path)
     with atomic_folder(path) as aside:
         stored = {
-            name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
+            name: tensor.detach()
+            .to("cpu", dtype if tensor.is_floating_point() else None)
+            .contiguous()
+            for name, tensor in weights.items()
         }
         write_weights(aside / WEIGHTS, stored)
         hashed = [WEIGHTS]

@@ -35,6 +35,7 @@ from logitd.model.convert.by_role.owner_code import (
 )
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
+from logitd.model.convert.by_role.resolution import flag
 from logitd.model.convert.by_role.stated import setting
 from logitd.model.convert.foreign import (
     FLOATS,
@@ -61,6 +62,8 @@ from logitd.model.owner_code.connection import (
 from logitd.model.owner_code.process.build import Request
 
 KIND = "its owner's code"
+COMPARED = 24
+"""Length of the sequences whose logits are compared with those of the stored model."""
 PADDING_TOLERANCE = 1e-4
 """Padding counts as harmless if it changes no logit by more than this."""
 SOURCE_BYTES = 2**22
@@ -119,13 +122,17 @@ def import_by_code(
         )
     sources = _sources(Path(facts["root"]), facts["files"])
     config = _config(code, facts, vocabulary, sources, options)
-    _require_complete(config, sources, file)
-    notes = list(_report(config, facts))
+    weights, stored = _weights(file, options.dtype)
+    try:
+        expected = _logits(config, Path(facts["root"]), file.tensors)
+    except CodeError as error:
+        raise ConvertError(str(error)) from error
+    _require_complete(config, sources, weights, expected)
+    notes = [*file.left_out, *_report(config, facts)]
     if assumed := assumed_defaults(code, facts["kept"]):
         notes.append(f"warning: {assumed}")
     for note in (*notes, *vocabulary.notes):
         log(note)
-    weights, stored = _weights(file, options.dtype)
     with written_to(destination):
         return save_checkpoint(
             destination,
@@ -179,6 +186,12 @@ def _measured(file: StateFile, request: Request, options: CodeOptions) -> dict[s
 def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions) -> None:
     """Raise ConvertError unless the model can be served."""
     require_causal(code, facts["not_causal"])
+    for name in options.answers:
+        if not set(facts["read"]) & {*SETTINGS.get(name, ()), name}:
+            raise ConvertError(
+                f"{flag(name)} has no effect with --run-code, because {code} reads no value of "
+                "this name: remove it"
+            )
     asked = options.context_length
     if asked is not None and facts["context_length"] < asked:
         raise ConvertError(
@@ -200,21 +213,38 @@ def _sources(root: Path, files: Sequence[str]) -> dict[str, bytes]:
     }
 
 
-def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: StateFile) -> None:
-    """Raise ConvertError unless the model runs with only the source files that the checkpoint
-    keeps."""
+def _require_complete(
+    config: CodeConfig,
+    sources: Mapping[str, bytes],
+    weights: Mapping[str, Tensor],
+    expected: Tensor,
+) -> None:
+    """Raise ConvertError unless the model computes the expected logits (`_logits`) with only the
+    source files and the weights that the checkpoint keeps. A buffer that is drawn anew whenever the
+    model is made, for example, changes them."""
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as folder:
         write_sources(Path(folder), sources)
-        request = request_to_repeat(config, Path(folder))
         try:
-            length = min(2, config.context_length)
-            compare(config.code, request, file.tensors, rows=config.rows, length=length)
+            logits = _logits(config, Path(folder), weights)
         except CodeError as error:
             raise ConvertError(
                 f"without the other files of its folder, {error}. A checkpoint keeps only the "
                 f"source files ({', '.join(sources)}): put the values that the code reads from "
                 "other files into the code"
             ) from error
+    difference = float((logits - expected).abs().max())
+    if config.deterministic and not difference <= PADDING_TOLERANCE:
+        raise ConvertError(
+            f"{config.code} returns other logits each time that the model is made from the same "
+            f"weights: they differ by {difference:.3g}; the limit is {PADDING_TOLERANCE:g}. Store "
+            "what the code draws or reads in a buffer of its state dict"
+        )
+
+
+def _logits(config: CodeConfig, folder: Path, weights: Mapping[str, Tensor]) -> Tensor:
+    """The logits that the source files in a folder compute for a few ids. Raises CodeError."""
+    request, length = request_to_repeat(config, folder), min(COMPARED, config.context_length)
+    return compare(config.code, request, weights, rows=config.rows, length=length).logits
 
 
 def _config(
@@ -296,11 +326,11 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _weights(file: StateFile, dtype: DTypeName) -> tuple[dict[str, Tensor], torch.dtype]:
-    """The floating-point tensors, and the dtype in which they are stored."""
-    weights = {name: t.clone() for name, t in file.tensors.items() if t.is_floating_point()}
+    """The tensors, and the dtype in which those of floating-point numbers are stored."""
+    weights = {name: t.clone() for name, t in file.tensors.items() if not t.is_complex()}
     if dtype != "auto":
         return weights, getattr(torch, dtype)
-    return weights, common_dtype({tensor.dtype for tensor in weights.values()})
+    return weights, common_dtype({t.dtype for t in weights.values() if t.is_floating_point()})
 
 
 def _record(source: Path, file: StateFile, options: CodeOptions) -> TrainingRecord:

@@ -156,11 +156,13 @@ def import_model(
         missing = error
     _ask_together(opened, where, unknown, text, missing, checked=check is not None)
     assert vocabulary is not None
+    for note in opened.notes:
+        log(note)
     if isinstance(opened, Recognized):
+        special = vocabulary.tokenizer.special_tokens | vocabulary.tokenizer.added_tokens
+        opened = replace(opened, special_ids=frozenset(special.values()))
         model = read_by_role(opened, text=text, log=log)
     else:
-        for note in opened.notes:
-            log(note)
         model = opened if text is None else compare_with_text(opened, text, log)
     config, weights = _fitted(model, vocabulary, context_length)
     for note in vocabulary.notes:

@@ -25,7 +25,7 @@ from logitd.model.convert.foreign import (
 )
 from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
-from logitd.model.convert.state_file import collect_settings, named_tensors
+from logitd.model.convert.state_file import collect_settings, named_tensors, tensors_left_out
 from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.transformer.shapes import gpt2_shape
 
@@ -90,6 +90,7 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
         | unknown_settings(unread)
         | _other_computation(unread, config.context_length),
         facts={"dataset": training["dataset"]} if isinstance(training.get("dataset"), str) else {},
+        notes=tensors_left_out(path, checkpoint, "model"),
     )
 
 

@@ -7,7 +7,7 @@ as data only (`pt_file.py`). `by_role/` interprets the tensors.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings
 from logitd.model.owner_code.process.build import CONFIG_NAMES
 from logitd.model.owner_code.process.weights import without_wrappers
+from logitd.model.plural import pluralize
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """In a folder, files with these suffixes count as weight files."""
@@ -46,6 +47,10 @@ UNREAD_SETTINGS = tuple(
     f"{Path(name).stem}.{suffix}" for name in SETTINGS_FILES for suffix in ("yaml", "yml")
 )
 """Names of files that may hold settings, but are not read."""
+DEEPEST = 8
+"""Sections nested more deeply are not read."""
+MOST_SHOWN = 6
+"""Number of tensors outside the state dict that a sentence names."""
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _OPTIMIZER = re.compile(r"opt|optim|optims|optimizers?|sched|schedulers?|adamw?|scaler")
 """Words in the names of sections that describe the optimizer, whose `eps` is not a norm's."""
@@ -56,6 +61,8 @@ _TRAINING = re.compile(
     r"statistics|data(set|sets|loader|module)?"
 )
 """Words in the names of sections that describe the training instead of the model."""
+_PARTS = re.compile(r"blocks?|layers?|attn|attentions?|mixers?|stages?|modules?")
+"""Words in the names of lists that have a section for each part of a model."""
 _SHAPE = frozenset(name for field in ("n_layer", "n_head") for name in SETTINGS[field])
 """Settings in a section that also describes the model."""
 
@@ -73,6 +80,7 @@ class StateFile:
     contents   everything in the file except tensors; may include a vocabulary
     unknown    settings that are not understood and may change logits
     loss       the loss that the file states; None if it states none
+    left_out   sentences about tensors that are not read
     """
 
     path: Path
@@ -84,18 +92,20 @@ class StateFile:
     contents: Mapping[str, Any] = field(default_factory=dict)
     unknown: Mapping[str, Any] = field(default_factory=dict)
     loss: StatedLoss | None = None
+    left_out: Sequence[str] = ()
 
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
     """Read a weight file. `state` is the key of the state dict, with nested keys joined by dots;
     None searches for the state dict. Raises ConvertError."""
     whole = loaded = read_tensors(path)
-    key, contents = "", dict[str, Any]()
+    key, contents, left_out = "", dict[str, Any](), list[str]()
     if container_of(path) != "safetensors":
         key, loaded = _state_dict(path, whole, state)
         contents = without_tensors(whole)
         if state is None:
             _check_nothing_outside(path, whole, key, loaded)
+        left_out = tensors_left_out(path, whole, key)
     where = f"{path} ({key})" if key else str(path)
     document = _document_beside(path)
     beside, inside = collect_settings(document), collect_settings(whole)
@@ -105,13 +115,14 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         named_tensors(where, loaded),
         state=key or None,
         settings=beside | inside,
-        values=collect_values(document) | collect_values(whole) | beside | inside,
+        values=collect_values(document) | beside | collect_values(whole) | inside,
         contents=contents,
         unknown=unknown_settings(
             beside | collect_settings(whole, of_model_alone=True), by_role=True
         )
         | _unread_beside(path),
         loss=stated_loss(whole),
+        left_out=left_out,
     )
 
 
@@ -221,6 +232,32 @@ def _check_nothing_outside(
         )
 
 
+def tensors_left_out(path: Path, whole: Mapping[Any, Any], key: str) -> list[str]:
+    """A sentence that names the tensors outside the state dict `key`, except those of an optimizer;
+    none if there are none. Raises ConvertError if some belong to an adapter."""
+    states = dict(_state_dicts(whole))
+    outside = {
+        name: state
+        for name, state in states.items()
+        if name != key and not any(_mentions(_OPTIMIZER, part) for part in name.split("."))
+    }
+    loose = {
+        name: tensor
+        for name, tensor in _loose_tensors(whole, states, key)
+        if tensor.is_floating_point() and tensor.numel() > 1
+    }
+    inner = (name for state in outside.values() for name in state)
+    if adapter := next((name for name in (*loose, *inner) if "lora_" in name.lower()), None):
+        raise ConvertError(
+            f"{path} has an adapter beside its state dict ({adapter}), which is not imported: add "
+            "it to the weights that it adapts and save them alone, or remove it from a copy"
+        )
+    shown = [f"{name} ({pluralize(len(state), 'tensor')})" for name, state in outside.items()]
+    shown += [f"{name} {list(tensor.shape)}" for name, tensor in loose.items()]
+    more = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
+    return [f"left out of {path}: {', '.join(shown[:MOST_SHOWN])}{more}"] if shown else []
+
+
 def _loose_tensors(
     values: Mapping[Any, Any], states: Collection[str], chosen: str, path: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
@@ -258,7 +295,8 @@ def collect_settings(
     contents: Mapping[Any, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
     """Collect the numbers, flags, strings and lists about layers in all nested dictionaries except
-    vocabularies and the optimizer's, and all lists in sections about the model. If sections
+    vocabularies and the optimizer's, and all lists in sections about the model or with its shape,
+    and their parts. If sections
     disagree, the section about the model takes precedence; the values of equal sections become a
     list, which no reader of a single value understands. With `of_model_alone`, sections about
     training are skipped, except their parts about the model."""
@@ -266,11 +304,16 @@ def collect_settings(
     strong: set[str] = set()
 
     def collect(
-        values: Mapping[Any, Any], depth: int, of_model: bool, of_training: bool = False
+        values: Mapping[Any, Any],
+        depth: int,
+        of_model: bool = False,
+        of_training: bool = False,
+        shaped: bool = False,
     ) -> None:
+        shaped = shaped or of_model or not _SHAPE.isdisjoint(map(str, values))
         for key, value in values.items():
             name = str(key)
-            listed = isinstance(value, list) and (of_model or PER_LAYER.fullmatch(name.lower()))
+            listed = isinstance(value, list) and (shaped or PER_LAYER.fullmatch(name.lower()))
             if isinstance(value, bool | int | float | str) or listed:
                 if of_training:
                     continue
@@ -280,15 +323,19 @@ def collect_settings(
                 if of_model or name not in strong:
                     values_of = stated.setdefault(name, [])
                     values_of += [] if value in values_of else [value]
-            elif isinstance(value, Mapping) and depth < 3:
+            elif isinstance(value, Mapping) and depth < DEEPEST:
                 if _is_table(value) or _mentions(_OPTIMIZER, name):
                     continue
                 own = name.lower() in MODEL_SECTIONS
-                training = of_model_alone and not own and not _SHAPE & set(map(str, value))
+                training = of_model_alone and not own and _SHAPE.isdisjoint(map(str, value))
                 training = training and (of_training or _mentions(_TRAINING, name))
-                collect(value, depth + 1, of_model or own, training)
+                collect(value, depth + 1, of_model or own, training, shaped)
+            elif isinstance(value, list) and _mentions(_PARTS, name) and depth < DEEPEST:
+                for part in value:
+                    if isinstance(part, Mapping) and not of_training:
+                        collect(part, depth + 1, of_model, shaped=shaped)
 
-    collect(contents, 0, False)
+    collect(contents, 0)
     return {name: found[0] if len(found) == 1 else found for name, found in stated.items()}
 
 
@@ -303,7 +350,7 @@ def collect_values(contents: Mapping[Any, Any], depth: int = 0) -> dict[str, Any
         if isinstance(value, Mapping):
             if _is_state(value) or _mentions(_OPTIMIZER, name):
                 continue
-            if depth < 3 and not _is_table(value):
+            if depth < DEEPEST and not _is_table(value):
                 found = collect_values(value, depth + 1)
                 if name.lower() in MODEL_SECTIONS:
                     of_model = found | of_model
@@ -330,7 +377,8 @@ def _is_table(values: Mapping[Any, Any]) -> bool:
     if all(str(key).isdigit() and isinstance(value, str) for key, value in values.items()):
         return True
     numbers = {value for value in values.values() if type(value) is int}
-    return len(values) > 3 and len(numbers) == len(values) == max(numbers) - min(numbers) + 1
+    consecutive = len(numbers) == len(values) > 3 and max(numbers) - min(numbers) < len(numbers)
+    return consecutive and (min(numbers) == 0 or len(numbers) > 12)
 
 
 def _unread_beside(path: Path) -> dict[str, Any]:

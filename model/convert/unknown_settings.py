@@ -17,7 +17,7 @@ from logitd.model.convert.by_role.names import (
     SWIGLU_SETTING,
     TIED,
 )
-from logitd.model.convert.by_role.stated import as_number
+from logitd.model.convert.by_role.stated import as_number, is_number
 from logitd.model.convert.foreign import ConvertError
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
@@ -74,18 +74,19 @@ _TRAINING = (
     r"use_cache|kv_cache|use_kv_cache|cuda|mps|gpu|n?gpus?|num_threads|pin_memory|verbose|debug|"
     r"always_save_checkpoint|eval_only|shuffle|stride|gradient_checkpointing|(use_)?checkpointing|"
     r"(use_)?(flash|sdpa|flash_attn|flash_attention|flash_attn_2)|(use_)?wandb|tensorboard|"
-    r"temperature|top_?[kp]|max_new_tokens|max_gen_len|num_return_sequences|.*_split|split|"
+    r"top_?[kp]|max_new_tokens|max_gen_len|num_return_sequences|.*_split|split|"
     r"_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
     r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls)(_id|_idx)?|mask_(id|idx)|ndigit"
 )
 """Names of settings that do not change the logits of a trained model: settings for training,
 sampling, evaluation and storage."""
 PER_LAYER = re.compile(
-    r"layer_types|(attention|attn)_(layers?|types?|windows?|patterns?)|"
+    r"layer_types|blocks|layers|(attention|attn)s|"
+    r"(attention|attn|block)_(layers?|types?|kinds?|windows?|patterns?)|"
     r"((sliding|attention|attn|local)_)*(window|pattern)s?(_(sizes?|pattern|types?|list))?|"
     r".*_(layers|layer_indices|pattern)"
 )
-"""Names of lists that say how layers differ."""
+"""Names of lists, and of texts such as "SSL", that say how layers differ."""
 _KIND = re.compile(
     r"(((self|causal)_)?(attn|attention)(_mask)?|residual|block|rope|rotary|norm|"
     r"(mlp|ffn?|feed_forward)|qkv|gate|softmax|mask|logits?|(token_)?mixer)"
@@ -97,15 +98,19 @@ _KIND = re.compile(
 """Names of texts that may say how attention, a block, a norm or the like is computed."""
 _USUAL = frozenset(
     re.findall(
-        "[a-z]+",
+        "[a-z0-9]+",
         "causal masked full global dense softmax vanilla standard default normal self scaled dot "
         "product multi head multihead mha gqa mqa grouped query flash sdpa math eager torch "
         "xformers attn attention v none sequential block decoder transformer gpt layer rope rotary "
         "norm pre post ln rms layernorm rmsnorm nn mlp ffn gated swiglu silu swish qkv no false "
-        "gate first",
+        "gate first gpt2 2",
     )
 )
 """Words for what a GPT of this project computes, and for code that computes attention."""
+_REPEATS = re.compile(r"(n|num|number_of|max)_(steps|iters|iterations)")
+"""Names that count a training's steps, or how often a stack of layers is repeated."""
+FEWEST_STEPS = 65
+"""A smaller number of steps is a number of repetitions."""
 _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
@@ -115,7 +120,7 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
     **dict.fromkeys(("use_sliding_window", "is_encoder_decoder", "output_attentions"), False),
-    **dict.fromkeys(("pretraining_tp", "partial_rotary_factor", "rotary_pct"), 1),
+    **dict.fromkeys(("pretraining_tp", "partial_rotary_factor", "rotary_pct", "temperature"), 1),
 }
 """Other settings that may change logits, each with the value that makes the source compute the same
 logits as this project's GPT."""
@@ -135,11 +140,14 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         if isinstance(value, list):
             texts = _KIND.fullmatch(name) is not None
             return any(is_unknown(name, item) for item in value if texts or type(item) is not str)
-        if isinstance(value, str) and _KIND.fullmatch(name):
+        per_layer = PER_LAYER.fullmatch(name) and str(value).isalpha()
+        if isinstance(value, str) and (_KIND.fullmatch(name) or per_layer):
             return not _is_usual(value)
         value = as_number(value)
         if isinstance(value, str):
             return name in _UNSHOWN - known
+        if _REPEATS.fullmatch(name) and is_number(value):
+            return 1 < value < FEWEST_STEPS
         return (
             isinstance(value, int | float)
             and (value is False or value != 0)
@@ -172,7 +180,7 @@ def _is_neutral(name: str, value: object) -> bool:
 
 def _is_usual(value: Any) -> bool:
     """True for a text that contains only words for what a GPT computes."""
-    return isinstance(value, str) and _USUAL.issuperset(re.findall("[a-z]+", value.lower()))
+    return isinstance(value, str) and _USUAL.issuperset(re.findall("[a-z0-9]+", value.lower()))
 
 
 def still_unknown(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -200,11 +200,13 @@ def compare(
     rows: int,
     length: int,
     longest: int = 0,
+    special_ids: Collection[int] = (),
     timeout: float = START_SECONDS,
 ) -> Comparison:
-    """Run the owner's model on three sequences of `length` ids below `rows`, and on one of up to
-    `longest` ids. `name` is the owner's code, for messages. Raises CodeError."""
-    options = {"rows": rows, "length": length, "longest": longest}
+    """Run the owner's model on sequences of `length` ids below `rows`, two of random ids and one or
+    more of ids that may be special, such as `special_ids`, and on one of up to `longest` ids.
+    `name` is the owner's code, for messages. Raises CodeError."""
+    options = {"rows": rows, "length": length, "longest": longest, "special_ids": [*special_ids]}
     job = Job("compare", asdict(request), options)
     with _running_job(name, job, weights) as process:
         header, (logits, changed) = process.receive(timeout)

@@ -194,9 +194,9 @@ class LogitsObjective:
     name        the owner's code as FILE.py:EXPRESSION, for messages
     long_ids    a longer sequence (1, L); None if there is none
     late        logits (1, N, V) of its last positions
-    edge_ids    a sequence (1, T) of ids that are often special: the first, the last, and those that
-                settings name; None if there is none
-    edge        its logits (1, T, V)
+    edge_ids    sequences (B, T) of ids that may be special: the first, the last, those that the
+                vocabulary or settings name, and numbers in the code; None if there are none
+    edge        their logits (B, T, V)
     log_probs   True if the owner's code returns log-probabilities instead of logits
     assumed     sentence about values that only a default of the owner's code states; "" if none
     """
@@ -215,7 +215,7 @@ class LogitsObjective:
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
         """The largest difference, of shape (1,); infinite if the difference is NaN. A quick effort
         compares the short sequences of random ids, a full one the end of the long sequence, and a
-        thorough one the sequence of special ids."""
+        thorough one the sequences of special ids."""
         token_ids, theirs = self.token_ids, self.logits
         if effort == "full" and self.long_ids is not None and self.late is not None:
             token_ids, theirs = self.long_ids, self.late

@@ -28,10 +28,10 @@ from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24
-"""Length of each of the three sequences of ids. If the context length is smaller, the sequences
+"""Length of each of the short sequences of ids. If the context length is smaller, the sequences
 have that length instead."""
-LONGEST, LONGEST_LOGITS = 2048, 2**26
-"""Maximum length of a fourth sequence, whose last logits show what the first ids do not, such as a
+LONGEST, LONGEST_LOGITS = 2048, 2**28
+"""Maximum length of a further sequence, whose last logits show what the first ids do not, such as a
 sliding window; and the maximum number of all its logits."""
 OF_TRAINING = ("step", "val_loss")
 """Fields that describe the training."""
@@ -94,6 +94,7 @@ def owner_logits(
     findings: Findings,
     values: Mapping[str, Any],
     *,
+    special_ids: Collection[int] = (),
     timeout: float = START_SECONDS,
 ) -> LogitsObjective:
     """The objective of matching the logits that the owner's code computes with the file's values.
@@ -109,6 +110,7 @@ def owner_logits(
             rows=rows,
             length=min(TOKENS, context),
             longest=min(context, LONGEST, LONGEST_LOGITS // rows),
+            special_ids=special_ids,
             timeout=timeout,
         )
     except CodeError as error:

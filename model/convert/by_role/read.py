@@ -24,7 +24,12 @@ from logitd.model.convert.by_role.map_file import (
     recognize_with,
     tensor_map,
 )
-from logitd.model.convert.by_role.objective import CheckText, Objective, text_objectives
+from logitd.model.convert.by_role.objective import (
+    CheckText,
+    LogitsObjective,
+    Objective,
+    text_objectives,
+)
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN, check_rotary_width
 from logitd.model.convert.by_role.questions import find
@@ -85,6 +90,7 @@ class Recognized:
     findings: Mapping[str, Finding]
     code: OwnerCode | None = None
     draft: Path | None = None
+    special_ids: frozenset[int] = frozenset()
     kind = KIND
 
     @property
@@ -98,6 +104,10 @@ class Recognized:
     @property
     def unknown(self) -> Mapping[str, Any]:
         return self.file.unknown
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self.file.left_out
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -220,7 +230,10 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
         length = findings["context_length"].values[0]
         objectives = text_objectives(text, length, recognized.file.loss)
     if code is not None:
-        objectives = [owner_logits(code, tensors, findings, recognized.file.values)]
+        values, special = recognized.file.values, recognized.special_ids
+        compared = owner_logits(code, tensors, findings, values, special_ids=special)
+        _require_within(compared, recognized)
+        objectives = [compared]
     try:
         return resolve(tensors, findings, *objectives)
     except OpenQuestions as error:
@@ -229,6 +242,25 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
         document = draft(recognized.file.state, tensors.map, findings)
         hint = _write_draft(recognized.draft, document)
         raise OpenQuestions(f"{error}. {hint}", error.fields) from error
+
+
+def _require_within(compared: LogitsObjective, recognized: Recognized) -> None:
+    """Raise ConvertError if an unknown setting, such as a window, may show its effect only beyond
+    the positions whose logits are compared."""
+    length, context = compared.length, recognized.findings["context_length"].values[0]
+    beyond = {
+        name: value
+        for name, value in recognized.unknown.items()
+        for number in (value if isinstance(value, list) else [value])
+        if is_number(number) and length <= number < context
+    }
+    if beyond:
+        raise ConvertError(
+            f"{recognized.file.where}: {compared.name} was compared at up to {length:,} of "
+            f"{context:,} positions, and these settings may have an effect only beyond them: "
+            f"{', '.join(f'{name} {value!r}' for name, value in beyond.items())}. Set "
+            f"--context-length {length}, or serve the owner's class with --run-code"
+        )
 
 
 def _write_draft(path: Path, text: str) -> str:

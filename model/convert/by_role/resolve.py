@@ -108,11 +108,12 @@ def _by_logits(
         )
     if (edge := search.mean(best, "thorough")) > objective.tolerance:
         raise ConvertError(
-            f"{tensors.where}: random ids match the logits of {objective.name}, but the first and "
-            "last ids of the vocabulary, and those that settings name, differ by "
-            f"{edge:.3g}; the limit is {objective.tolerance:.1g}. The owner's code treats an id, "
-            "such as padding, in its own way. If no text contains this id, remove that from a copy "
-            "of the code; otherwise, serve the owner's class with --run-code"
+            f"{tensors.where}: random ids match the logits of {objective.name}, but for the first "
+            "and last ids of the vocabulary, its special ones, and numbers in the settings and the "
+            f"code they differ by {edge:.3g}; the limit is {objective.tolerance:.1g}. The owner's "
+            "code treats an id, such as padding or an end of text, in its own way. If no text "
+            "contains this id, remove that from a copy of the code; otherwise, serve the owner's "
+            "class with --run-code"
         )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)

@@ -59,6 +59,7 @@ def main(folder: Path, wire: Wire) -> int:
     if root.name not in PACKAGES:  # a checkout of this project, whose folders have common names
         sys.path[:] = [path for path in sys.path if path and Path(path) != root]
     os.chdir(Path(request.file).parent)
+    sys.argv = [request.file]
     if job.threads:
         torch.set_num_threads(job.threads)
     try:
@@ -79,14 +80,19 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire) -> None:
     match job.kind:
         case "compare":
             rows, length = options["rows"], options["length"]
-            token_ids, *logits = compare(caller, rows, length, built.attempt.named_ids(rows))
+            special = [token_id for token_id in options["special_ids"] if token_id < rows]
+            named = [*special, *built.named_ids(rows)]
+            token_ids, *logits = compare(caller, rows, length, list(dict.fromkeys(named)))
             header = {"token_ids": token_ids.tolist(), "kept": built.attempt.kept}
             wire.send(header, torch.stack(logits))
             token_ids, late = compare_late(caller, rows, length, options["longest"])
             wire.send({"token_ids": token_ids.tolist()}, late)
         case "measure":
             facts = measure(caller, Path(request.file), **options)
-            wire.send(facts | {"chosen": built.attempt.chosen, "kept": built.attempt.kept})
+            read = sorted(built.attempt.asked | {name.lower() for name in vars(built.module)})
+            wire.send(
+                facts | {"chosen": built.attempt.chosen, "kept": built.attempt.kept, "read": read}
+            )
         case _:
             context = options.pop("context")
             Answerer(caller, wire, **options).run(context)

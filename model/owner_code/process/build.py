@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from logitd.model.owner_code.process.define import (
     as_default,
+    flags_of,
     is_config_name,
     loaded,
     parse,
@@ -138,13 +139,13 @@ class Attempt:
         if all(isinstance(part, bool | int | float | str) for part in parts):
             self.kept[name] = list(value) if isinstance(value, list | tuple) else value
 
-    def named_ids(self, rows: int) -> set[int]:
-        """The ids below `rows` that the values name, such as that of padding."""
-        return {
+    def named_ids(self) -> list[int]:
+        """The numbers among the values whose names are those of an id, such as that of padding."""
+        return [
             value
             for name, value in {**self.over, **self.kept}.items()
-            if type(value) is int and 0 <= value < rows and ID_NAME.fullmatch(name.lower())
-        }
+            if type(value) is int and ID_NAME.fullmatch(name.lower())
+        ]
 
     def within(self, section: Mapping[str, Any]) -> "Attempt":
         """The attempt for a part of the configuration, whose values take precedence."""
@@ -164,6 +165,15 @@ class Built:
     model: nn.Module
     module: types.ModuleType
     attempt: Attempt
+
+    def named_ids(self, rows: int) -> list[int]:
+        """The ids below `rows` that the values name, and then all numbers in the owner's file, the
+        largest first: a constant may be the id of an end of text."""
+        source = Path(self.module.__file__ or "").read_text(encoding="utf-8", errors="replace")
+        digits = re.findall(r"(?<![\w.])\d[\d_]{,9}(?![\w.])", source)
+        written = {int(each.replace("_", "")) for each in digits}
+        found = [*self.attempt.named_ids(), *sorted(written, reverse=True)]
+        return [value for value in found if 0 <= value < rows]
 
 
 def attempts(request: Request) -> Iterator[Attempt]:
@@ -209,10 +219,15 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
             asked.update(name.lower() for name, _ in read_defaults(file))
             _refuse_unpassed(request, asked)
             names = {**attempt.names, **record(file, request.expressions, module)}
-            for name, value in vars(module).items():
+            given = attempt.values.keys() | attempt.over.keys() | attempt.kept.keys()
+            for name, value in list(vars(module).items()):
                 if request.doubtful.get(name.lower(), value) != value:
                     attempt.keep(name, value)
-            given = attempt.values.keys() | attempt.over.keys() | attempt.kept.keys()
+                for flag, own in flags_of(value).items():
+                    asked.add(flag.lower())
+                    if flag.lower() not in given or attempt.values[flag.lower()] != own:
+                        attempt.keep(flag, own)
+            given |= attempt.kept.keys()
             for name, default in read_defaults(file):
                 if name not in given and name.lower() not in given:
                     attempt.keep(name, default)

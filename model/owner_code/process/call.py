@@ -13,7 +13,7 @@ place.
 import inspect
 import time
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ LATE_POSITIONS = 4
 """Number of positions at the end of a long sequence whose logits are compared."""
 TOLERANCE = 1e-3
 """Logits count as equal if they differ by at most this."""
+MOST_SPECIAL = 4
+"""Number of sequences of ids that may be special."""
 LONGEST_PASS = 5.0
 """After a pass that takes longer than this, in seconds, no longer sequence is tried."""
 
@@ -178,10 +180,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compare(
-    caller: Caller, rows: int, length: int, named: Collection[int] = ()
+    caller: Caller, rows: int, length: int, named: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids (3, T), their logits (3, T, rows), and the logits after the last id of each sequence was
-    replaced. The first two sequences are random. The third has the first and the last ids of the
+    """Ids (B, T), their logits (B, T, rows), and the logits after the last id of each sequence was
+    replaced. The first two sequences are random. The others have the first and the last ids of the
     vocabulary, which are often special, and the `named` ids. Raises Problem."""
     token_ids = torch.cat((random_ids(2, length, rows), special_ids(length, rows, named)))
     logits = caller.logits(token_ids, rows)
@@ -232,14 +234,20 @@ def random_ids(count: int, length: int, rows: int) -> Tensor:
     return torch.randint(0, rows, (count, length), generator=generator)
 
 
-def special_ids(length: int, rows: int, named: Collection[int] = ()) -> Tensor:
-    """Ids (1, length): up to a third are `named` ids, which are below `rows`; then follow the first
-    ids below `rows`, and the last ids. The first and the last id precede others of their half,
-    because only later positions show that the model masks a position with padding."""
-    named = sorted(named)[: length // 3]
-    first = (length - len(named)) // 2
-    last = length - len(named) - first
-    return torch.tensor([*named, *range(first), *range(-1, -1 - last, -1)])[None] % rows
+def special_ids(length: int, rows: int, named: Sequence[int] = ()) -> Tensor:
+    """Sequences (N, length) of ids that a model may treat in its own way. Each has an ordinary id,
+    a part of the `named` ids, which are below `rows`, and the first and the last ids below `rows`.
+    The ordinary id shows that attention begins anew at a later one. The first and the last id
+    precede others of their half, because only later positions show that an id is masked."""
+    most = max(1, length // 3)
+    parts = [named[start : start + most] for start in range(0, len(named), most)] or [[]]
+    sequences = []
+    for part in parts[:MOST_SPECIAL]:
+        begin = [rows // 2, *part][:length]
+        first = (length - len(begin)) // 2
+        last = length - len(begin) - first
+        sequences.append([*begin, *range(first), *range(-1, -1 - last, -1)])
+    return torch.tensor(sequences) % rows
 
 
 def with_other_ids(token_ids: Tensor, rows: int, positions: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ skipped. If an import statement fails, the error is reported when the imported n
 
 import __future__
 
+import argparse
 import ast
 import importlib.machinery
 import json
@@ -22,6 +23,8 @@ from logitd.model.owner_code.process.problem import Problem
 
 PARENTS = 4
 """Number of parent folders of the file's folder that are searched for imported packages."""
+UPDATES = ("update", "add_argument", "set_defaults")
+"""Methods whose calls belong to the definition of a variable."""
 RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
 """Maximum size of a recorded value as JSON, in bytes, and maximum length of a recorded string, in
 characters. A longer string is not recorded: it is probably training data from which other values
@@ -58,7 +61,7 @@ def run_definitions(
         try:
             code = compile(ast.Module([statement], []), str(file), "exec", flags, True)
             exec(code, names)
-        except Exception as error:  # the owner's code may raise anything
+        except (Exception, SystemExit) as error:  # the owner's code may raise anything
             reason = f"{type(error).__name__}: {error}"
             where = f"{file.name}, line {statement.lineno}"
             unassigned |= targets
@@ -71,12 +74,21 @@ def run_definitions(
                 names |= dict.fromkeys(targets, failed)
             names |= {name: values[name.lower()] for name in targets if name.lower() in values}
             names |= {name: recorded[name] for name in targets if name in recorded}
-        for name in targets & override.keys() & names.keys():
-            if is_replaceable(names[name], override[name]):
+        for name in targets & names.keys():
+            if name in override and is_replaceable(names[name], override[name]):
                 names[name] = as_default(override[name], names[name])
+            for flag, own in flags_of(names[name]).items():
+                known = override.get(flag.lower())
+                if flag.lower() in override and is_replaceable(own, known):
+                    setattr(names[name], flag, as_default(known, own))
     missing = needed - names.keys()
     names |= {name: values[name.lower()] for name in missing if name.lower() in values}
     return module
+
+
+def flags_of(value: Any) -> dict[str, Any]:
+    """The flags of a script, if the value is what `parse_args` returns."""
+    return dict(vars(value)) if isinstance(value, argparse.Namespace) else {}
 
 
 def is_replaceable(own: Any, value: Any) -> bool:
@@ -197,7 +209,7 @@ def defined(statement: ast.stmt) -> set[str] | None:
             return set() if value is None else bound([target])
         case ast.AugAssign(target=target):
             return bound([target])
-        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "update"))):
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), method))) if method in UPDATES:
             return {name}
         case ast.Pass():
             return set()

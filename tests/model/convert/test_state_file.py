@@ -268,6 +268,20 @@ def test_settings_are_the_values_of_all_sections(contents: dict[str, Any]) -> No
         assert value == (stated[key] if len(stated[key]) > 1 else stated[key][0])
 
 
+def test_tensors_outside_the_state_dict_are_named(tmp_path: Path) -> None:
+    outside = {
+        "prompt": torch.ones(3, 5),
+        "averages": STATE,
+        "rng": torch.ones(9).byte(),
+    }
+    file = read_state_file(saved(tmp_path / "m.pt", {"model": STATE, **outside}))
+    (left_out,) = file.left_out
+    assert left_out.endswith(f"averages ({len(STATE)} tensors), prompt [3, 5]")
+    adapter = {f"{name}.lora_A": torch.ones(2, 7) for name in STATE}
+    with pytest.raises(ConvertError, match="has an adapter beside its state dict"):
+        read_state_file(saved(tmp_path / "m.pt", {"model": STATE, "lora": adapter}))
+
+
 # Files and folders
 
 

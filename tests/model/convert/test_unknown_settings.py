@@ -105,6 +105,42 @@ def test_sections_that_disagree_are_asked_about() -> None:
     assert unknown_settings(found, by_role=True) == asked
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, ["local", "local"]) for name in ("blocks", "attentions", "block_types")),
+        *(("pattern", "LL"), ("block_pattern", "SSL"), ("softmax_type", "softmax1")),
+        *(("num_iterations", 3), ("n_steps", 2), ("temperature", 0.5), ("rope_thetas", [1e4, 1e6])),
+    ],
+)
+def test_setting_that_may_change_logits_is_asked_about(name: str, value: Any) -> None:
+    assert unknown_settings({name: value}, by_role=True) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_iterations", 3000), ("temperature", 1.0), ("pattern", "(?i)x+"), ("max_steps", 100)],
+)
+def test_setting_that_changes_no_logits_is_not_asked_about(name: str, value: Any) -> None:
+    assert unknown_settings({name: value}, by_role=True) == {}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {"cfg": {"model": {"n_layer": 2, "transformer": {"attention": {"window": 8}}}}},
+        {"config": {"n_layer": 2, "layer_windows": [8, 8]}},
+        {"n_layer": 2, "layer_windows": [8, 8]},
+        {"config": {"layer_configs": [{"window": 8}, {"window": 8}]}},
+        {"config": {"attention": {"heads": 4, "window": 3, "sinks": 2, "groups": 1}}},
+    ],
+)
+def test_settings_in_structures_are_asked_about(contents: dict[str, Any]) -> None:
+    """These windows were not read."""
+    unknown = unknown_settings(collect_settings(contents, of_model_alone=True), by_role=True)
+    assert any("window" in name for name in unknown)
+
+
 def test_vocabularies_and_sections_of_a_training_are_no_settings() -> None:
     contents = {"stoi": {"a": 0, "b": 1, "c": 2, "step": 3}, "optimizer": {"softcap": 1.0},
                 "model_args": {"softcap": 2.0}}  # fmt: skip

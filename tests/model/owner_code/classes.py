@@ -6,6 +6,7 @@ The tests copy this file next to a state dict, and compare the server with the c
 # mypy: ignore-errors
 
 import os
+import random
 import time
 from typing import Any
 
@@ -236,6 +237,28 @@ class Masked(Recurrent):
 
     def forward(self, ids, mask):
         return super().forward(ids) * mask[..., None]
+
+
+class Routed(Recurrent):
+    """A GRU that permutes its ids by a table of integers in its state dict."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.register_buffer("route", torch.randperm(vocab_size))
+
+    def forward(self, ids):
+        return super().forward(self.route[ids])
+
+
+class Drawn(Recurrent):
+    """A GRU whose logits have a factor that each instance draws."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.factor = 1 + random.random()
+
+    def forward(self, ids):
+        return super().forward(ids) * self.factor
 
 
 def made(name: str, seed: int = 1) -> Any:

@@ -70,6 +70,26 @@ def test_call_by_an_expression_is_served(tmp_path: Path) -> None:
     assert torch.allclose(logits, made("Recurrent")(torch.tensor([[1, 2, 3]]))[0], atol=1e-5)
 
 
+def test_tables_of_integers_are_stored(tmp_path: Path) -> None:
+    """They were dropped, and the class drew others."""
+    with LLM(imported("Routed", tmp_path, seed=5), run_code=True) as llm:
+        logits = torch.from_numpy(llm.logits([1, 2, 3]))
+    assert torch.allclose(logits, made("Routed", 5)(torch.tensor([[1, 2, 3]]))[0], atol=1e-5)
+
+
+def test_class_that_draws_what_it_does_not_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match=r"owner.py:Drawn returns other logits each time"):
+        imported("Drawn", tmp_path)
+
+
+def test_answer_that_the_class_does_not_read_is_refused(tmp_path: Path) -> None:
+    path, code = source("Masked", tmp_path)
+    call = parse_owner_code(code, "model(ids, torch.ones_like(ids))")
+    options = CodeOptions(code=call, answers={"activation": "relu"})
+    with pytest.raises(ConvertError, match=r"--activation has no effect .* owner.py:Masked reads"):
+        import_by_code(path, tmp_path / "out", options, log=lambda line: None)
+
+
 def test_hang_ends_the_process(tmp_path: Path) -> None:
     path = imported("Crashing", tmp_path)
     model = code_model(path, seconds=1.0)

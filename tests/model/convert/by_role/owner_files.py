@@ -132,6 +132,24 @@ class GPT(Base):
         self.build(args.vocab_size, args.max_len, args.d_model, args.n_heads, args.num_layers)
 """
 
+FLAGS = """
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--vocab-size", type=int, default=50_000)
+parser.add_argument("--block_size", type=int, default=1024)
+parser.add_argument("--n_embd", type=int, required=False, default=768)
+parser.add_argument("--n_head", type=int, default=4)
+parser.add_argument("--n_layer", type=int, default=12)
+args = parser.parse_args()
+
+
+class GPT(Base):
+    def __init__(self):
+        super().__init__()
+        self.build(args.vocab_size, args.block_size, args.n_embd, args.n_head, args.n_layer)
+"""
+
 SCRIPT = """
 batch_size = 64
 block_size = 16

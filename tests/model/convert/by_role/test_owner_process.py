@@ -35,6 +35,7 @@ from tests.model.convert.by_role.owner_files import (
     BY_NAMES,
     DATACLASS,
     DICTIONARY,
+    FLAGS,
     PARTS,
     SCRIPT,
     STALE_SCRIPT,
@@ -52,7 +53,9 @@ SETTINGS = {"n_heads": 4}
 
 @pytest.fixture(autouse=True)
 def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the test, remove the import paths, finders and modules that an owner's file added."""
+    """Arguments as in the process. After the test, remove the import paths, finders and modules
+    that an owner's file added."""
+    monkeypatch.setattr(sys, "argv", ["gpt.py"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "gpt", raising=False)
@@ -90,7 +93,7 @@ def test_long_sequence_ends_at_the_limit_of_the_model(longest: int, length: int)
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"), [(1000, [0, 1, 999, 998, 997]), (3, [0, 1, 2, 1, 0])]
+    ("rows", "expected"), [(1000, [500, 0, 1, 999, 998]), (3, [1, 0, 1, 2, 1])]
 )
 def test_compared_ids_include_the_first_and_the_last(rows: int, expected: list[int]) -> None:
     model = nn.Sequential(nn.Embedding(rows, rows), Limited(5))
@@ -112,11 +115,29 @@ class Padded(nn.Module):
         return seen.cumsum(1) - seen + x
 
 
-@pytest.mark.parametrize("padding", [0, 999, 500])
+@pytest.mark.parametrize("padding", [0, 999, 400, 419])
 def test_compared_ids_show_masked_padding(padding: int) -> None:
     """The last id was at the last position, whose mask no other position shows."""
     model = Padded(padding)
-    ids, logits, _ = compare(Caller(model), 1000, 24, named=[500])
+    ids, logits, _ = compare(Caller(model), 1000, 24, named=range(400, 420))
+    assert not torch.allclose(logits, model.embed(ids).cumsum(1), atol=1e-3)
+
+
+class Documents(Padded):
+    """Adds up the embeddings of the ids of the same document. An end of text begins the next."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        document = (ids == self.padding).cumsum(1)
+        same = document[:, :, None] == document[:, None]
+        x: Tensor = same.tril().float() @ self.embed(ids)
+        return x
+
+
+@pytest.mark.parametrize("end", [0, 999, 400, 419])
+def test_compared_ids_show_where_attention_begins_anew(end: int) -> None:
+    """The named id was at the first position, which sees no earlier one."""
+    model = Documents(end)
+    ids, logits, _ = compare(Caller(model), 1000, 24, named=range(400, 420))
     assert not torch.allclose(logits, model.embed(ids).cumsum(1), atol=1e-3)
 
 
@@ -126,7 +147,18 @@ def test_ids_of_special_tokens_are_named(text: str, write: Write, book: nn.Modul
     settings = SETTINGS | ({} if text else {"pad_id": 7})
     code = write(BY_NAMES.replace("n_layer=2", f"n_layer=2{text}"))
     request = request_of(code, tensors, findings(tensors, settings), settings)
-    assert build_model(request, tensors.tensors).attempt.named_ids(29) == {7}
+    assert build_model(request, tensors.tensors).named_ids(29)[0] == 7
+
+
+def test_numbers_in_the_code_are_named(write: Write, book: nn.Module) -> None:
+    """An end of text that only a constant of the owner's file names was not compared."""
+    tensors = mapped(book)
+    code = write(f"{BY_NAMES}\nEOT, WIDTH, RATE, BITS, OTHER = 2_3, 50_304, 3.17, 0x1b, 19\n")
+    request = request_of(code, tensors, findings(tensors, SETTINGS), SETTINGS)
+    named = build_model(request, tensors.tensors).named_ids(29)
+    assert {19, 23} <= set(named)
+    assert 17 not in named
+    assert max(named) < 29
 
 
 class Limited(nn.Module):
@@ -327,8 +359,16 @@ def test_defaults_that_nothing_confirms_are_named(write: Write, book: nn.Module)
 
 @pytest.mark.parametrize(
     "code",
-    [BY_NAMES, DATACLASS, DICTIONARY, ATTRIBUTES, SCRIPT, STALE_SCRIPT],
-    ids=["by names", "dataclass", "dictionary", "attributes", "script", "another run's values"],
+    [BY_NAMES, DATACLASS, DICTIONARY, ATTRIBUTES, SCRIPT, STALE_SCRIPT, FLAGS],
+    ids=[
+        "names",
+        "dataclass",
+        "dictionary",
+        "attributes",
+        "script",
+        "another run's values",
+        "flags",
+    ],
 )
 def test_class_is_made_with_known_arguments(code: str, write: Write, book: nn.Module) -> None:
     ids, _ = check_logits(write(code), book)

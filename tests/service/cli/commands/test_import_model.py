@@ -1,6 +1,7 @@
 """`logitd import` and `logitd export`: their output, and a message for each mistake."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,13 +131,14 @@ def test_serving_with_a_changed_vocabulary_is_not_answered_by_the_old_import(
 ) -> None:
     save_theirs(tmp_path / "theirs", "llama")
     (tmp_path / "text.txt").write_text("".join(chr(256 + n) for n in range(387)))
-    named = {"may_import": True, "tokenizer": f"characters:{tmp_path / 'text.txt'}"}
-    made = for_serving(tmp_path / "theirs", **named)
-    assert for_serving(tmp_path / "theirs", may_import=True) == made
+    serve = partial(for_serving, tmp_path / "theirs", may_import=True)
+    named = f"characters:{tmp_path / 'text.txt'}"
+    made = serve(tokenizer=named)
+    assert serve() == made
     (tmp_path / "text.txt").write_text("".join(chr(257 + n) for n in range(387)))
-    for again in (named, {"may_import": True}):
+    for again in (named, None):
         with pytest.raises(NotServable, match="as it is now: remove it"):
-            for_serving(tmp_path / "theirs", **again)
+            serve(tokenizer=again)
 
 
 def test_fingerprint_covers_the_middle_of_weights(tmp_path: Path) -> None:
