@@ -46,7 +46,8 @@ from logitd.model.convert.foreign import (
     plausible_loss,
 )
 from logitd.model.convert.hf.folder import refuse_adapter
-from logitd.model.convert.importing import record_of_code, record_of_import, reporting_damage
+from logitd.model.convert.importing import reporting_damage
+from logitd.model.convert.origin import record_of_code, record_of_import
 from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName

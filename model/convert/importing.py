@@ -8,13 +8,10 @@ files (`nanochat.py`), Hugging Face folders (`hf/config.py`) and LitGPT folders 
 other models are recognized by the roles of their tensors (`by_role/`).
 """
 
-import hashlib
-import os
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +21,12 @@ from torch import Tensor
 from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
-    TrainingRecord,
     save_checkpoint,
 )
 from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt, nanochat
 from logitd.model.convert.by_role.objective import CheckText
-from logitd.model.convert.by_role.owner_code import OwnerCode
 from logitd.model.convert.by_role.read import (
     Recognized,
     RoleOptions,
@@ -48,9 +43,9 @@ from logitd.model.convert.layouts import MATRICES
 from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.llama2c import read_llama2c
 from logitd.model.convert.nanogpt import read_nanogpt
+from logitd.model.convert.origin import record_of_code, record_of_import
 from logitd.model.convert.source_file import object_beside
 from logitd.model.convert.state_file import (
-    LOOKED_FOR,
     SUFFIXES,
     find_state_file,
     holds_weights,
@@ -58,8 +53,6 @@ from logitd.model.convert.state_file import (
 )
 from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
-from logitd.model.convert.vocabulary.files import files_beside
-from logitd.model.convert.vocabulary.named import named_file
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import require_new, written_to
 from logitd.model.transformer.config import GPTConfig
@@ -76,9 +69,6 @@ OPENAI_GPT: Mapping[str, Any] = {
 }
 """The computation of GPT-1. GPT-1 has no reader of its own, but its tensors are recognized by their
 names."""
-DESCRIBING = (".json", ".yaml", ".yml", ".jinja")
-"""Suffixes of the settings, vocabularies and chat templates in a model's folder."""
-
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
     RuntimeError,
@@ -208,63 +198,6 @@ def importable(source: Path) -> bool:
     if any((source / name).is_file() for name in (litgpt.WEIGHTS, NANOGPT, CONFIG)):
         return True
     return any(holds_weights(path) for path in source.iterdir())
-
-
-def fingerprint(source: Path, tokenizer: str | None = None) -> str:
-    """A hash that distinguishes sources with the same name. It covers the names and contents of all
-    weight files, of the settings and chat templates next to them, and of the vocabularies: the
-    file that `tokenizer`, the value of --tokenizer, names, or else all that an import may find."""
-    folder = source if source.is_dir() else source.parent
-    files = [source, *(path for path in folder.iterdir() if path.suffix in DESCRIBING)]
-    if source.is_dir():
-        files += (path for path in source.rglob("*") if path.suffix in LOOKED_FOR)
-    named = None if tokenizer is None else named_file(tokenizer)
-    files += files_beside(folder) if tokenizer is None else [] if named is None else [named]
-    digest = hashlib.sha256()
-    for path in sorted({path.absolute() for path in files if path.is_file()}):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(os.fsencode(f"{path.name} {content}\n"))
-    return digest.hexdigest()[:16]
-
-
-def record_of_import(
-    source: Path,
-    kind: str,
-    tokenizer: str | None,
-    facts: Mapping[str, Any],
-    *,
-    step: int,
-    tokens: int = 0,
-    val_loss: float | None,
-) -> TrainingRecord:
-    """The training record of an imported checkpoint: the source, further facts, and the training
-    step, tokens and loss that the source states. `tokenizer` is the value of --tokenizer."""
-    return TrainingRecord(
-        step=step,
-        tokens=tokens,
-        val_loss=val_loss,
-        val_bits_per_byte=None,
-        data={
-            "name": source.resolve().name,
-            "fingerprint": fingerprint(source, tokenizer),
-            "format": kind,
-            "licence": "the source's license, which is not known here",
-            **({} if tokenizer is None else {"tokenizer": tokenizer}),
-            **facts,
-        },
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-
-
-def record_of_code(code: OwnerCode) -> dict[str, Any]:
-    """What a training record says about the owner's code. The hash covers the Python files in the
-    folder of that code, the expression that creates the model, and the call that returns
-    logits."""
-    digest = hashlib.sha256(f"{code.expression}\n{code.call}".encode())
-    for path in sorted(code.file.absolute().parent.glob("*.py")):
-        digest.update(os.fsencode(path.name) + path.read_bytes())
-    return {"code": str(code), "code_sha256": digest.hexdigest()[:16]}
 
 
 @contextmanager

@@ -63,6 +63,8 @@ _TRAINING = re.compile(
 """Words in the names of sections that describe the training instead of the model."""
 _PARTS = re.compile(r"blocks?|layers?|attn|attentions?|mixers?|stages?|modules?")
 """Words in the names of lists that have a section for each part of a model."""
+_OF_ATTENTION = re.compile(r"(sliding|attention|attn|rope|rotary|softmax)_")
+"""Beginnings of the names of settings that belong to the model in any section."""
 _SHAPE = frozenset(name for field in ("n_layer", "n_head") for name in SETTINGS[field])
 """Settings in a section that also describes the model."""
 
@@ -315,7 +317,7 @@ def collect_settings(
             name = str(key)
             listed = isinstance(value, list) and (shaped or PER_LAYER.fullmatch(name.lower()))
             if isinstance(value, bool | int | float | str) or listed:
-                if of_training:
+                if of_training and _OF_ATTENTION.match(name.lower()) is None:
                     continue
                 if of_model and name not in strong:
                     strong.add(name)

@@ -15,7 +15,8 @@ from logitd.model.convert.by_role.owner_code import OwnerCode, parse_owner_code
 from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.importing import fingerprint, import_model, importable, record_of_code
+from logitd.model.convert.importing import import_model, importable
+from logitd.model.convert.origin import fingerprint, record_of_code
 from logitd.model.convert.state_file import SUFFIXES
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize

@@ -132,6 +132,7 @@ def test_setting_that_changes_no_logits_is_not_asked_about(name: str, value: Any
         {"config": {"n_layer": 2, "layer_windows": [8, 8]}},
         {"n_layer": 2, "layer_windows": [8, 8]},
         {"config": {"layer_configs": [{"window": 8}, {"window": 8}]}},
+        {"config": {"n_layer": 2}, "train_args": {"lr": 1e-3, "attention_window": 8}},
         {"config": {"attention": {"heads": 4, "window": 3, "sinks": 2, "groups": 1}}},
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
-from logitd.model.convert.importing import fingerprint
+from logitd.model.convert.origin import fingerprint
 from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.service.cli.commands.import_model import for_serving
 from logitd.service.cli.commands.servable import NotServable
