@@ -7,6 +7,7 @@ Code in a file is never run.
 
 import base64
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -75,6 +76,10 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
     except UnicodeDecodeError as error:
         raise ConvertError(f"{path} is not UTF-8 text: {error}") from error
     lines = text.removesuffix("\n").split("\n")
+    if len(lines) > 3 and all(re.fullmatch(r"(['\"]).+\1", line) for line in lines):
+        raise ConvertError(
+            f"{path} has its tokens in quotes: write them without quotes, or as a JSON list"
+        )
     numbered = [line.rsplit(None, 1) if "\t" in line or " " in line else [line] for line in lines]
     if all(len(parts) == 2 and parts[1].isdecimal() for parts in numbered):
         texts = {int(number): token for token, number in numbered}

@@ -423,6 +423,14 @@ def test_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
         chosen(str(tmp_path / "vocab.txt"), rows=3)
 
 
+@pytest.mark.parametrize("written", [repr, json.dumps])
+def test_list_of_lines_in_quotes_is_refused(written: Any, tmp_path: Path) -> None:
+    """The quotes became parts of the tokens."""
+    (tmp_path / "vocab.txt").write_text("\n".join(map(written, "a b\n'")), encoding="utf-8")
+    with pytest.raises(ConvertError, match="has its tokens in quotes"):
+        chosen(str(tmp_path / "vocab.txt"), rows=5)
+
+
 def test_list_of_characters_may_be_a_sorted_text(tmp_path: Path) -> None:
     """A file with one character per line may be a list of tokens, or a text whose sorted characters
     are the tokens. If both are possible and give different ids, the import is refused."""
