@@ -52,12 +52,14 @@ class CodeError(Exception):
 @dataclass(frozen=True)
 class Wanted:
     """A sequence and its slot, whose cached state is used; without a slot, none is. The logits of
-    the positions [first, end) are requested."""
+    the positions [first, end) are requested. A sequence that continues a prompt has the length of
+    the `prompt`; the last request of its slot was the sequence without its last id."""
 
     token_ids: Sequence[int]
     first: int
     end: int
     slot: int | None = None
+    prompt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,7 @@ class CodeModel:
               reads this file, even if a newer file has replaced it at its path
     threads   number of torch's threads in the process
     together  True to compute the sequences of a request in one batch, padded on the right
-    seconds   time limit of a pass
+    seconds   time limit of a pass, or of the passes that compute a lost state again
     speed     duration of a pass, measured when the process starts
     """
 
@@ -304,12 +306,9 @@ class CodeModel:
         sequences: Sequence[Wanted],
         stages: Sequence[str] = (),
         visit: Visit = lambda name, value: value,
-        *,
-        continues: bool = False,
     ) -> Tensor:
         """Logits (rows, V) of the requested positions, one sequence after the other. If there are
-        `stages`, there must be only one sequence, and `visit` is called for each stage. If it
-        `continues`, the last request of each slot was the sequence without its last id. Raises
+        `stages`, there must be only one sequence, and `visit` is called for each stage. Raises
         CodeError."""
         process = self.start()
         header = {
@@ -317,7 +316,7 @@ class CodeModel:
             "firsts": [one.first for one in sequences],
             "ends": [one.end for one in sequences],
             "slots": [one.slot for one in sequences],
-            "continues": continues,
+            "prompts": [one.prompt for one in sequences],
             "visit": list(stages),
         }
         ids = [token_id for one in sequences for token_id in one.token_ids]

@@ -3,11 +3,12 @@
 These are the requests, each followed by its replies. What follows a `+` is the frame's array.
 
   {"lengths": [n, ...], "firsts": [...], "ends": [...], "slots": [slot or null, ...],
-   "continues": bool, "visit": [names]} + ids
+   "prompts": [length or null, ...], "visit": [names]} + ids
       for each visited stage, {"stage": name} + values (1, T, ...); the other process answers
       {"changed": true} + values, or {"changed": false}
-      {} + logits (rows, V), for positions [first, end) of each sequence. If it `continues`, the
-      first ids, all but the last, were the last request of its slot
+      {} + logits (rows, V), for positions [first, end) of each sequence. A sequence that continues
+      a prompt has the length of the prompt; all of its ids but the last were the last request of
+      its slot
   {"lens": true} + values (P, d)
       {} + logits (P, V), computed by the final norm and the head
 
@@ -15,6 +16,7 @@ If the owner's code fails, the reply is {"error": text}.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,16 +82,13 @@ class Answerer:
         elif self._together and len(sequences) > 1:
             logits = self._batch(sequences, header["firsts"])
         else:
-            each = zip(*(header[name] for name in ("firsts", "ends", "slots")), strict=True)
-            logits = [
-                self._alone(ids, *one, continues=header["continues"])
-                for ids, one in zip(sequences, each, strict=True)
-            ]
+            each = (header[name] for name in ("firsts", "ends", "slots", "prompts"))
+            logits = [self._alone(*one) for one in zip(sequences, *each, strict=True)]
         ends = zip(logits, header["firsts"], header["ends"], strict=True)
         return self._columns(torch.cat([rows[: end - first] for rows, first, end in ends]))
 
     def _alone(
-        self, ids: Tensor, first: int, end: int, slot: int | None, *, continues: bool
+        self, ids: Tensor, first: int, end: int, slot: int | None, prompt: int | None
     ) -> Tensor:
         """Logits (at least end - first, rows) of one sequence, from position `first` on. If several
         positions are requested, the logits of the whole sequence are kept until those of another
@@ -97,13 +96,13 @@ class Answerer:
         parts."""
         listed: list[int] = ids.tolist()
         of_slot = slot if self._has_state else None
-        if of_slot is not None and continues:
-            return self._with_state(ids, listed, of_slot, continues=True)[-1:]
+        if of_slot is not None and prompt is not None:
+            return self._with_state(ids, listed, of_slot, prompt)[-1:]
         if self._last is not None and self._last[0] == (of_slot, listed):
             return self._last[1][first:]
         is_last = first == len(listed) - 1
         if of_slot is not None:
-            logits = self._with_state(ids, listed, of_slot, continues=False)
+            logits = self._with_state(ids, listed, of_slot)
         elif is_last or self._caller.only_last:
             return self._caller.logits(ids[None, :end], self._rows, first)[0]
         else:
@@ -112,16 +111,23 @@ class Answerer:
             self._last = (of_slot, listed), logits
         return logits[first:]
 
-    def _with_state(self, ids: Tensor, listed: list[int], slot: int, *, continues: bool) -> Tensor:
-        """Logits of the last id, if the sequence `continues`, or else of all ids, computed with the
-        model's own cache. A sequence that begins computes all of its ids, so that its bits do not
-        depend on the sequence that had its slot before."""
-        known, state = self._states.pop(slot, ([], None)) if continues else ([], None)
-        if known != listed[:-1]:  # such as after a restart of this process
-            known, state = [], None
+    def _with_state(
+        self, ids: Tensor, listed: list[int], slot: int, prompt: int | None = None
+    ) -> Tensor:
+        """Logits of the ids of the last pass, computed with the model's own cache. A prompt is
+        computed in one pass from the start, so that its bits do not depend on the sequence that had
+        its slot before. A sequence that continues a prompt computes its last id. If its state is
+        lost, such as after a restart of this process, the state is computed again in the same
+        passes, because other passes have other bits."""
+        known, state = self._states.pop(slot, ([], None))
+        cuts = [len(known), len(listed)]
+        if prompt is None or known != listed[:-1]:
+            at_once = len(listed) if prompt is None or self._together else prompt
+            cuts, state = [0, *range(at_once, len(listed) + 1)], None
         if self._last is not None and self._last[0][0] == slot:
             self._last = None
-        logits, state = with_state(self._caller.model, ids[None, len(known) :], state, self._rows)
+        for start, end in pairwise(cuts):
+            logits, state = with_state(self._caller.model, ids[None, start:end], state, self._rows)
         self._states[slot] = listed, state
         return logits[0]
 

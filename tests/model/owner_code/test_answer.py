@@ -46,14 +46,14 @@ class Asker:
         slots: Sequence[int] | None = None,
         visit: dict[str, Visit] | None = None,
         ends: Sequence[int] | None = None,
-        continues: bool = False,
+        prompts: Sequence[int | None] | None = None,
     ) -> Any:
         header = {
             "lengths": [len(ids) for ids in sequences],
             "firsts": firsts or [0] * len(sequences),
             "ends": ends or [len(ids) for ids in sequences],
             "slots": slots or list(range(len(sequences))),
-            "continues": continues,
+            "prompts": prompts or [None] * len(sequences),
             "visit": list(visit or {}),
         }
         ids = torch.tensor([token_id for ids in sequences for token_id in ids])
@@ -98,7 +98,7 @@ def test_logits_are_those_of_the_class(kind: str) -> None:
         expected = torch.cat([of_class(model, FIRST)[2:], of_class(model, SECOND)])
         assert torch.allclose(got, expected, atol=1e-5)
         for end in range(1, len(FIRST)):  # one decode step after another
-            got = asker.logits(FIRST[:end], firsts=[end - 1], continues=end > 1)
+            got = asker.logits(FIRST[:end], firsts=[end - 1], prompts=[1 if end > 1 else None])
             assert torch.allclose(got, of_class(model, FIRST[:end])[-1:], atol=1e-5)
 
 
@@ -115,7 +115,7 @@ def test_own_cache_continues_only_its_sequence() -> None:
     with answering(model) as asker:
         asker.logits(FIRST, slots=[0])
         asker.logits(FIRST, firsts=[3], slots=[0])
-        asker.logits([*FIRST, 8], firsts=[len(FIRST)], slots=[0], continues=True)
+        asker.logits([*FIRST, 8], firsts=[len(FIRST)], slots=[0], prompts=[len(FIRST)])
         assert calls == [7, 1]
         other = [*SECOND, *FIRST]  # another sequence takes the slot
         got = asker.logits(other, firsts=[9], slots=[0])
@@ -123,6 +123,23 @@ def test_own_cache_continues_only_its_sequence() -> None:
         assert torch.allclose(got, of_class(model, other)[-1:], atol=1e-5)
         asker.logits([*other, 1], firsts=[10], slots=[0])  # begins with the text of another
         assert calls == [7, 1, 10, 11]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_lost_state_is_computed_again_in_the_same_passes(together: bool) -> None:
+    """The process once computed all ids of such a sequence in one pass, whose bits differ."""
+    model, calls = made("Remembering"), list[int]()
+    model.embed.register_forward_pre_hook(lambda module, given: calls.append(given[0].shape[1]))
+    text, prompt = [*FIRST, *SECOND], len(FIRST)
+    with answering(model) as asker:
+        asker.logits(FIRST, firsts=[prompt - 1])
+        for end in range(prompt + 1, len(text) + 1):
+            expected = asker.logits(text[:end], firsts=[end - 1], prompts=[prompt])
+    with answering(model, together=together) as asker:  # a new process
+        calls.clear()
+        got = asker.logits(text, firsts=[len(text) - 1], prompts=[prompt])
+    assert calls == ([10] if together else [7, 1, 1, 1])
+    assert torch.allclose(got, expected, atol=1e-5) if together else torch.equal(got, expected)
 
 
 def test_model_that_returns_the_last_position_computes_the_requested_prefixes() -> None:

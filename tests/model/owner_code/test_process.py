@@ -15,13 +15,13 @@ from logitd.model.checkpoint.load import read_sources
 from logitd.model.convert.by_code import CodeOptions, import_by_code
 from logitd.model.convert.by_role.owner_code import parse_owner_code
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.inference.engine.events import FinishEvent, FinishReason
+from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.llm import GenerationError
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
 from tests.model.convert.by_role.owner_files import BY_NAMES, PARTS
-from tests.model.owner_code.classes import made
+from tests.model.owner_code.classes import CONTEXT, made
 from tests.model.owner_code.imported import imported, source, written
 
 pytestmark = pytest.mark.slow
@@ -58,6 +58,26 @@ def test_crash_fails_its_sequence_and_restarts_the_process(tmp_path: Path) -> No
         ended = {e.request_id: e.reason for e in events if isinstance(e, FinishEvent)}
         assert ended == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
         assert (llm.logits([1, 2, 3]) == before).all()
+
+
+def test_restart_of_the_process_does_not_change_the_bits_of_a_sequence(tmp_path: Path) -> None:
+    """The process holds the states of all sequences, so a pass of one sequence that ends the
+    process ends them too. The others were then computed in other passes."""
+    params = SamplingParams(max_tokens=CONTEXT - 3, seed=1, logprobs=0)
+    with LLM(imported("Remembering", tmp_path), run_code=True) as llm:
+        engine, events = llm._engine, list[list[Event]]()
+        network = engine._runner.model.network
+        assert isinstance(network, CodeModel)
+        for restart_at in (None, 20):
+            engine.add(GenerationRequest(request_id="one", token_ids=(1, 2, 3), params=params))
+            events.append([])
+            while engine.has_work():
+                events[-1] += engine.step().events
+                if len(events[-1]) == restart_at:
+                    network.close()
+    alone, restarted = ([e for e in each if isinstance(e, TokenEvent)] for each in events)
+    assert len(alone) == params.max_tokens
+    assert restarted == alone
 
 
 def test_call_by_an_expression_is_served(tmp_path: Path) -> None:

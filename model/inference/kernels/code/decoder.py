@@ -51,12 +51,14 @@ class CodeDecoder(Decoder):
     def __init__(self, model: CodeModel, cache: TokenCache) -> None:
         self._model = model
         self._cache = cache
+        self._prompts: dict[int, int] = {}  # length of each slot's prompt
         self._width = model.config.vocab_size
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         """Prefill pieces. Rows before the first needed row of a piece are undefined."""
         for piece in pieces:
             self._cache.write(piece.slot, piece.start, piece.token_ids)
+            self._prompts[piece.slot] = _end(piece)
         if len(pieces) == 1 and pieces[0].states:
             return [self._with_states(pieces[0])]
         needed = [piece for piece in pieces if piece.first < len(piece.token_ids)]
@@ -80,8 +82,8 @@ class CodeDecoder(Decoder):
         for token_id, slot, position in zip(token_ids, slots, positions, strict=True):
             self._cache.write(slot, position, [token_id])
             ids = self._cache.read(slot, position + 1)
-            wanted.append(Wanted(ids, position, position + 1, slot))
-        return self._model.logits(wanted, continues=True)
+            wanted.append(Wanted(ids, position, position + 1, slot, self._prompts[slot]))
+        return self._model.logits(wanted)
 
     def tapped(
         self, token_ids: Sequence[int], first: int, end: int, tap: PieceTap, keys: Collection[Key]
