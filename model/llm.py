@@ -288,7 +288,7 @@ class LLM:
     def lens(self, prompt: Prompt, **fields: Any) -> list[list[LensRow]]:
         """The predictions after each layer (0: after the embeddings), by position and layer. Each
         prediction has the likeliest ids, the rank and logprob of each id in the field `token_ids`,
-        the entropy, and the divergence from the model's own prediction."""
+        the entropy, and the divergence of the model's own prediction from it."""
         given = {"positions": "all", "prompt": prompt, **fields}
         plan, computed = self._computed("lens", **given)
         (request,) = plan.requests

@@ -145,7 +145,7 @@ LENS = Operation(
     description="""\
 The final norm and the head are applied to the residual stream after each layer. For each layer, the
 reply has the likeliest next tokens, the probability and rank of chosen tokens, the entropy, and the
-divergence from the model's own prediction, which is the prediction of the last layer. In a model
-with `backout`, the middle block's contribution is subtracted from the streams after later
-blocks.""",
+divergence of the model's own prediction, which is the prediction of the last layer, from this one.
+In a model with `backout`, the middle block's contribution is subtracted from the streams after
+later blocks.""",
 )

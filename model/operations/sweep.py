@@ -93,8 +93,9 @@ class SweepRequest(PromptBody):
     metric: Metric = Field(
         "logit",
         description="logit, probability: the value of `token`, minus the value of `minus` if "
-        "given; loss: minus the logprob of `token`, in nats; kl: divergence of the distribution "
-        "from the distribution without `vary`, in nats.",
+        "given; loss: minus the logprob of `token`, in nats; kl: Kullback-Leibler divergence of "
+        "the distribution p without `vary` from the distribution q with it, in nats: the sum of "
+        "p log(p / q).",
     )
     token: OneOrManyTexts | None = Field(
         None, description="Text of the token, or one for each prompt."
@@ -360,9 +361,9 @@ SWEEP = Operation(
     description="""\
 Apply an intervention to one layer, head or position after another, and return a metric for each:
 a token's logit, probability or loss, the difference between the logits of two tokens, or the
-divergence of the distribution from the one without the intervention. For example, ablate each head
-in turn, or patch each layer at each position. For several prompts, the reply has the mean and the
-spread.
+divergence of the distribution without the intervention from the one with it. For example, ablate
+each head in turn, or patch each layer at each position. For several prompts, the reply has the mean
+and the spread.
 
 With `stream`, the first event has the members that are known before the cells; then follow
 `{"cell": ...}` for each cell as soon as it is computed, and `[DONE]`.""",

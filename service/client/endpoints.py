@@ -294,18 +294,18 @@ def sweep(
 ) -> Call[Sweep]:
     """Apply an intervention to one layer, head or position after another, and return a metric for
     each: a token's logit, probability or loss, the difference between the logits of two tokens, or
-    the divergence of the distribution from the one without the intervention. For example, ablate
-    each head in turn, or patch each layer at each position. For several prompts, the reply has the
-    mean and the spread."""
+    the divergence of the distribution without the intervention from the one with it. For example,
+    ablate each head in turn, or patch each layer at each position. For several prompts, the reply
+    has the mean and the spread."""
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
 
 def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
     """The final norm and the head are applied to the residual stream after each layer. For each
     layer, the reply has the likeliest next tokens, the probability and rank of chosen tokens, the
-    entropy, and the divergence from the model's own prediction, which is the prediction of the last
-    layer. In a model with `backout`, the middle block's contribution is subtracted from the streams
-    after later blocks."""
+    entropy, and the divergence of the model's own prediction, which is the prediction of the last
+    layer, from this one. In a model with `backout`, the middle block's contribution is subtracted
+    from the streams after later blocks."""
     return record("/lens", LensReadings, {"prompt": prompt, **fields})
 
 

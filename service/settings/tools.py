@@ -134,8 +134,8 @@ class ExtractSettings(ComputeSettings):
     lens: bool = Field(
         False,
         description="write the prediction of each layer instead, as if the model stopped there: "
-        "logprob and rank of the token, the likeliest tokens, entropy, and divergence from the "
-        "last layer",
+        "logprob and rank of the token, the likeliest tokens, entropy, and divergence of the last "
+        "layer's prediction from it",
     )
     stages: StageNames = ()
     stored_dtype: Literal["float32", "float16", "bfloat16"] = Field(

@@ -2,9 +2,9 @@
 
 The logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens") applies the final norm and
 the head to the stream after each layer. The statistics of such a row of logits are its most likely
-ids, the logprob and rank of named ids and of the following token, its entropy, and its divergence
-from the model's output. They are defined as in `distribution.py`, and computed in torch for many
-rows at once. `model/inference/engine/outputs.py` computes the streams and the logits.
+ids, the logprob and rank of named ids and of the following token, its entropy, and the divergence
+of the model's output from it. They are defined as in `distribution.py`, and computed in torch for
+many rows at once. `model/inference/engine/outputs.py` computes the streams and the logits.
 
 The statistics contain logprobs instead of probabilities, because float32 rounds probabilities near
 1 to 1 and small ones to 0. Sums are in float64, because float32 sums over a large vocabulary lose
@@ -59,8 +59,8 @@ class LensDigest:
     from its last layer; all logits are float32. `following` (P,) are the next ids of the text; each
     is added to its row's named ids.
 
-    The divergence is the Kullback-Leibler divergence from a layer's distribution to the model's
-    own, in nats: sum p_own (log p_own - log p). The computation takes memory for P x V
+    The divergence is the Kullback-Leibler divergence of the model's own distribution from a
+    layer's, in nats: sum p_own (log p_own - log p). The computation takes memory for P x V
     probabilities and four times GROUP_ELEMENTS numbers in float64 (six times with `following`).
     """
 

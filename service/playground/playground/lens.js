@@ -43,7 +43,7 @@ export class Lens {
       detail.replaceChildren(
         heading(`After ${name(layer)}, at token ${position}, "${named(tokens[position])}"`),
         plainTable(reading.top.map((token) => [named(token), percent(token.prob)])),
-        hint(`Entropy ${(reading.entropy / Math.LN2).toFixed(2)} bits; ${(reading.divergence / Math.LN2).toFixed(2)} bits from the model's own distribution.`),
+        hint(`Entropy ${(reading.entropy / Math.LN2).toFixed(2)} bits; the model's own prediction diverges from it by ${(reading.divergence / Math.LN2).toFixed(2)} bits.`),
       );
     };
     const depth = positions[0].layers.length;

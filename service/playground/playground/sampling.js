@@ -51,7 +51,7 @@ export function entropyBits(probs) {
   return sum;
 }
 
-// Kullback-Leibler divergence of `other` from `own`, in bits.
+// Kullback-Leibler divergence of `own` from `other`, in bits.
 export function divergenceBits(own, other) {
   let sum = 0;
   for (const [id, prob] of own.entries()) if (prob > 0) sum += prob * Math.log2(prob / other[id]);
