@@ -53,14 +53,14 @@ class CircuitRequest(ComparedTokens, PromptBody):
         gt=0,
         le=1,
         description="Share of the difference that the circuit explains. The circuit has the "
-        "strongest parts that suffice.",
+        "strongest parts that suffice, up to a factor of the square root of 2 in strength.",
     )
     max_parts: int = Field(
         DEFAULT_PARTS,
         ge=1,
         le=10_000,
         description="Maximum number of tokens, heads and neurons. If they do not suffice, the "
-        "circuit has the parts that explain most.",
+        "circuit has the parts that explain most among those that the search tried.",
     )
     max_edges: int = Field(
         DEFAULT_EDGES,

@@ -6,9 +6,10 @@ after each of them: while other processes were busy, a piece took ten times as l
 as on one. Another benefit of one thread is that the bits do not depend on torch's number of
 threads.
 
-The search for the threshold of the parts begins with a high threshold, because passes with a high
-threshold follow few parts and are fast. It divides the threshold by a constant factor until enough
-parts are kept. Then it bisects.
+The search for the threshold of the parts tries the thresholds of a falling series. The share that
+the parts explain does not grow steadily as the threshold falls, because parts of opposite sign
+cancel. So the search is a heuristic: a threshold between two others may explain more with fewer
+parts. Passes with a high threshold follow few parts and are fast.
 
 Shapes: T positions, C = d_model, H = n_head.
 """
@@ -35,11 +36,11 @@ from logitd.model.transformer.gpt import GPT
 
 VERSIONS = 3
 """Number of forward passes with ablations."""
-FACTOR = 8.0
-"""Factor by which the search lowers the threshold until enough parts are kept."""
-CLOSE = 2.0
-"""The search ends when the upper bound of the threshold is at most this many times the lower bound.
-At the upper bound too few parts are kept; at the lower bound enough, or too many."""
+HIGHEST = 0.99
+"""The first threshold of the search, relative to the largest amount that a part writes to the
+logits. It keeps this part."""
+FACTOR = math.sqrt(2)
+"""Factor between two thresholds of the search."""
 
 
 def finding(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Pieces[Circuit]:
@@ -105,28 +106,22 @@ def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int,
 def _search(
     text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
 ) -> Generator[None, None, Kept]:
-    """Find the highest threshold at which the kept parts explain the requested share of `whole`,
-    the difference to explain. Returns these parts or, if the limit on parts allows no such
-    threshold, the parts that explain the most."""
-    best, most = nothing, -math.inf
-    # `above` keeps too few parts, `below` enough or too many. A part may contribute more than the
-    # whole difference if others have the opposite sign.
-    above, below, threshold = abs(whole) * FACTOR**2, 0.0, abs(whole) / FACTOR
+    """Lower the threshold step by step until the kept parts explain the requested share of `whole`,
+    the difference to explain. Returns these parts or, if a limit is reached first, the tried parts
+    that explain the most. The thresholds do not depend on the limit on parts, so a higher limit
+    never explains less."""
+    best, most, threshold = nothing, -math.inf, HIGHEST * nothing.choice.largest
     for _ in range(MOST_SEARCHES):
-        if best is not nothing and below and above / below <= CLOSE:
-            break
         kept = yield from text.search(direction, threshold, task.parts)
-        share = -math.inf
-        if kept is not None:
-            left_out = kept.choice.left_out.tolist()
-            share = explained_share(whole, left_out[VALUES], left_out[ATTENTION]) or 0.0
-            if kept.choice.count and (share > most or share >= task.share):
-                best, most = kept, max(most, share)
-        if kept is None or share >= task.share:
-            below = threshold
-        else:
-            above = threshold
-        threshold = math.sqrt(above * below) if below else above / FACTOR
+        if kept is None:
+            break
+        left_out = kept.choice.left_out.tolist()
+        share = explained_share(whole, left_out[VALUES], left_out[ATTENTION]) or 0.0
+        if kept.choice.count and share > most:
+            best, most = kept, share
+        if share >= task.share:
+            break
+        threshold /= FACTOR
     return best
 
 

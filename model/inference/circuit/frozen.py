@@ -73,6 +73,7 @@ class Choice:
     """Chooses the parts that carry more than `threshold` according to either gradient.
 
     count     number of chosen parts
+    largest   the largest amount that a part carries, if the threshold is infinite
     left_out  sums (G) of the amounts that all other parts carry
     chosen    the heads ("heads") and neurons ("mlp") of each layer
     """
@@ -80,6 +81,7 @@ class Choice:
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self.count = 0
+        self.largest = 0.0
         self.left_out = torch.zeros(GRADIENTS, dtype=torch.float64)
         self.chosen: dict[tuple[int, str], Chosen] = {}
 
@@ -88,6 +90,8 @@ class Choice:
         the chosen parts."""
         kept = (carried.abs() > self.threshold).any(0)
         self.count += int(kept.sum())
+        if carried.numel():
+            self.largest = max(self.largest, carried.abs().max().item())
         self.leave_out(carried * ~kept)
         return kept
 
@@ -232,8 +236,10 @@ class FrozenBlock:
 
     def _strong(self, g: Tensor, choice: Choice, sublayer: int) -> Tensor:
         """The positions at which a part of attention (`sublayer` 0) or of the MLP (1) may carry
-        more than the threshold. Counts the parts at all other positions as left out."""
-        strong = g.norm(dim=-1).amax(0) * self.bounds[sublayer] > choice.threshold
+        more than the threshold; if it is infinite, the positions at which a part may carry
+        anything. Counts the parts at all other positions as left out."""
+        threshold = choice.threshold if math.isfinite(choice.threshold) else 0.0
+        strong = g.norm(dim=-1).amax(0) * self.bounds[sublayer] > threshold
         choice.leave_out(g[:, ~strong] * self._written[sublayer][~strong])
         return strong.nonzero()[:, 0]
 

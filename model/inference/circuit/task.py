@@ -15,7 +15,7 @@ Reading = Literal["value", "query", "key", "mlp", "logits"]
 DEFAULT_SHARE = 0.9
 DEFAULT_PARTS = 500
 DEFAULT_EDGES = 1000
-MOST_SEARCHES = 8
+MOST_SEARCHES = 28
 """Maximum number of backward passes in the search for a threshold."""
 
 
@@ -41,8 +41,9 @@ class CircuitTask:
     @property
     def passes(self) -> int:
         """The cost of the task, in forward passes over the prompt: one forward pass, the backward
-        passes with two gradients each, and three forward passes with ablations."""
-        return 1 + 2 * MOST_SEARCHES + 3
+        passes, and three forward passes with ablations. A backward pass has two gradients, but
+        follows only the kept parts, and takes at most as long as a forward pass."""
+        return 1 + MOST_SEARCHES + 3
 
 
 @dataclass(frozen=True, slots=True)

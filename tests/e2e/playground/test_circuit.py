@@ -70,7 +70,7 @@ def test_name_of_the_logits_is_inside_the_drawing(page: Page) -> None:
     open_tab(page, "circuit", "#circuit .part")
     page.fill("#circuit-parts", "2")  # so the last column is narrow
     page.keyboard.press("Tab")
-    page.wait_for_function("document.querySelectorAll('#circuit .part').length === 2")
+    page.wait_for_function("document.querySelectorAll('#circuit .part').length === 1")
     right_ends = """(() => {
         const label = [...document.querySelectorAll('#circuit svg > text')].at(-1);
         label.textContent = label.textContent.replace(/.* − .*/, "long… − long…");

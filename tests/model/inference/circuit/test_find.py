@@ -16,7 +16,7 @@ from logitd.model.inference.attribution.gradients import TextPasses
 from logitd.model.inference.circuit.edges import Graph
 from logitd.model.inference.circuit.find import finding
 from logitd.model.inference.circuit.frozen import ATTENTION, VALUES, FrozenBlock
-from logitd.model.inference.circuit.task import Circuit, CircuitTask, Node
+from logitd.model.inference.circuit.task import DEFAULT_SHARE, Circuit, CircuitTask, Node
 from logitd.model.inference.circuit.text import FrozenText, Kept
 from logitd.model.transformer.gpt import GPT, Block
 from tests.model.covering import few_families
@@ -248,6 +248,16 @@ def test_share_is_explained_with_as_few_parts_as_needed(gpt: GPT) -> None:
     assert shares == sorted(shares)
     few = find(gpt, share=0.99, parts=10)
     assert 0 < sum(len(node.neurons) or 1 for node in few.nodes) <= 10
+
+
+@few_families
+def test_higher_limit_on_parts_never_explains_less(gpt: GPT) -> None:
+    """The search once bisected towards the limit, as if the share grew steadily as the threshold
+    falls."""
+    circuits = [find(gpt, parts=parts, edges=1) for parts in (4, 24, 32, 96)]
+    reached = [min(circuit.share or 0.0, DEFAULT_SHARE) for circuit in circuits]
+    assert reached == sorted(reached)
+    assert all(circuit.nodes for circuit in circuits)
 
 
 def ablated(gpt: GPT, circuit: Circuit, keep: Callable[[Tensor], Tensor]) -> float:
