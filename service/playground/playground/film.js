@@ -28,6 +28,7 @@ const nameOf = ({ layer, head }) => `${layer}.${head}`;
 export class Film {
   #app;
   #history = null; // the reply of /history
+  #stale = true; // the run may have kept more steps since
   #at = 0; // index of the shown step
   #wanted; // the step to show first, as a string
   #head = null; // { layer, head }; null until the scores of the last step are known
@@ -50,7 +51,7 @@ export class Film {
   state = () => (this.#history === null ? {} : { step: this.#step(), film_head: nameOf(this.#head) });
 
   open() {
-    this.#reread();
+    this.#stale = true;
     this.update();
   }
 
@@ -66,14 +67,8 @@ export class Film {
       this.#prompt = { key, body };
       this.#frames.clear();
     }
-    if (swapped) this.#reread();
+    if (swapped) this.#stale = true;
     return this.#load();
-  }
-
-  // Read the history again, because the run may have kept more steps.
-  #reread() {
-    if (this.#history !== null) this.#wanted = `${this.#step()}`;
-    this.#history = null;
   }
 
   #step = (at = this.#at) => this.#history.steps[at].step;
@@ -86,7 +81,7 @@ export class Film {
     this.#loading?.abort();
     const { signal } = (this.#loading = new AbortController());
     try {
-      if (this.#history === null) await this.#begin(signal);
+      if (this.#stale) await this.#begin(signal);
       const count = this.#history.steps.length;
       for (let next; (next = Array.from({ length: count }, (_, index) => (this.#at + index) % count).find((at) => !this.#ready(at))) !== undefined; ) {
         await this.#fetch(next, signal);
@@ -102,13 +97,15 @@ export class Film {
   async #begin(signal) {
     const history = await get("/history", signal);
     if (history.steps.length === 0) throw new Error("The run has not kept a step yet.");
-    const wanted = history.steps.findIndex(({ step }) => `${step}` === this.#wanted);
-    this.#at = wanted >= 0 ? wanted : history.steps.length - 1;
     const last = history.steps.at(-1).step;
     if (!this.#scores.has(last)) this.#scores.set(last, await this.#score(last, signal));
     const known = this.#ranked(last);
     this.#head ??= known.find((head) => nameOf(head) === this.#app.restored.film_head) ?? known[0];
+    const wanted = this.#history === null ? this.#wanted : `${this.#step()}`; // it may have moved meanwhile
+    const at = history.steps.findIndex(({ step }) => `${step}` === wanted);
+    this.#at = at >= 0 ? at : history.steps.length - 1;
     this.#history = history;
+    this.#stale = false;
     this.#render(known);
     this.#draw();
   }
@@ -151,7 +148,7 @@ export class Film {
     const select = choice(options, { id: "film-head", onchange: () => this.#choose(select.value) });
     select.value = nameOf(this.#head);
     find("film").replaceChildren(
-      element("div", { class: "film-row" }, button("Play", () => this.#play(), { id: "film-play", class: "main" }), labeled("Step of the training", slider)),
+      element("div", { class: "film-row" }, button(this.#timer === null ? "Play" : "Pause", () => this.#play(), { id: "film-play", class: "main" }), labeled("Step of the training", slider)),
       element("p", { id: "film-line", class: "film-line", role: "status" }),
       element("div", { id: "film-problem" }),
       element("div", { class: "two" }, element("div", { id: "film-text" }), element("div", { id: "film-curves" })),

@@ -42,5 +42,35 @@ def test_film_shows_each_step_as_the_api(film: ServedProcess, new_page: NewPage)
     assert "Step 1 of 16" in linked.inner_text("#film-line")
 
 
+def test_step_can_be_chosen_while_the_history_is_read_again(
+    film: ServedProcess, new_page: NewPage
+) -> None:
+    page = ready(new_page(f"{film.url}/#prompt=what&tab=film"))
+    page.wait_for_selector("#film-text .tokens")
+    page.wait_for_function("!document.querySelector('#film-line').textContent.includes('load')")
+    page.evaluate(
+        """() => {
+            const fetched = window.fetch;
+            const pause = () => new Promise((resolve) => { window.release = resolve; });
+            window.fetch = async (...request) => {
+                if (`${request[0]}`.includes("/history")) await pause();
+                return fetched(...request);
+            };
+        }"""
+    )
+    page.click("#tab-tokens")
+    page.click("#tab-film")
+    page.wait_for_function("window.release")
+    page.focus("#film-step")
+    page.keyboard.press("Home")
+    assert f"Step {STEPS[0]} of 16" in page.inner_text("#film-line")
+    page.click("#film-play")
+    page.evaluate("document.getElementById('film-line').textContent = ''")
+    page.evaluate("window.release()")
+    page.wait_for_function("document.getElementById('film-line').textContent !== ''")
+    assert page.inner_text("#film-play") == "Pause"
+    page.wait_for_function("document.getElementById('film-line').textContent.startsWith('Step 16')")
+
+
 def test_film_is_hidden_without_a_history(page: Page) -> None:
     assert not page.is_visible("#tab-film")
