@@ -150,7 +150,7 @@ export class Features {
   #described(feature) {
     const { density, strongest } = this.#figures;
     const { index, stage, examples, promoted, suppressed } = feature;
-    const amount = element("input", { id: "feature-amount", type: "number", step: "any", value: (strongest?.[index] || 1).toPrecision(3) });
+    const amount = element("input", { id: "feature-amount", type: "number", step: "any", required: true, value: (strongest?.[index] || 1).toPrecision(3) });
     const add = (change) => this.#app.interventions.add({ stage, units: [index], positions: "all", ...change });
     const made = [
       heading(`Feature ${index}`),
@@ -159,7 +159,7 @@ export class Features {
         { class: "row", onsubmit: (event) => event.preventDefault() },
         button("Switch off", () => add({ operation: "zero" }), { id: "feature-off" }),
         labeled("add", amount),
-        button("Add", () => add({ operation: "add", values: [Number(amount.value)] }), { id: "feature-add" }),
+        button("Add", () => amount.reportValidity() && add({ operation: "add", values: [Number(amount.value)] }), { id: "feature-add" }),
       ),
     ];
     if (density !== null) made.push(hint(density[index] === 0 ? "Dead: never active." : `Active at ${(100 * density[index]).toPrecision(2)} % of the tokens, at most ${strongest[index].toPrecision(3)}.`));

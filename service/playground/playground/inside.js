@@ -88,10 +88,14 @@ export class Inside {
     for (const name of ["heads", "units"]) {
       const written = given(name).trim();
       if (written === "" || written === "all") continue;
-      made[name] = written.split(/[\s,]+/).map(Number);
-      if (made[name].some((index) => !Number.isInteger(index) || index < 0)) throw new Error(`${name} are "${written}": enter numbers from 0 separated by commas, or leave it empty for all`);
+      const indices = written.split(/[\s,]+/);
+      made[name] = indices.map(Number);
+      if (!indices.every((index) => /^\d+$/.test(index))) throw new Error(`${name} are "${written}": enter numbers from 0 separated by commas, or leave it empty for all`);
     }
-    if (!labels.factor.hidden) made.factor = Number(given("factor"));
+    if (!labels.factor.hidden) {
+      if (given("factor") === "") throw new Error("enter a number as the factor");
+      made.factor = Number(given("factor"));
+    }
     if (!labels.from.hidden) {
       if (given("from") === "") throw new Error("enter the other prompt, from which values are added or patched");
       made.from = { prompt: this.#app.promptOf(given("from")) };

@@ -48,6 +48,9 @@ def test_features_of_the_text_are_those_of_the_api(
     page.wait_for_function(f"document.querySelector('#changes').textContent.includes('{off} of')")
     active = "[...document.querySelectorAll('#feature-text .features button')]"
     page.wait_for_function(f"{active}.every((one) => parseInt(one.textContent) !== {off})")
+    page.fill("#feature-amount", "")
+    page.click("#feature-add")
+    assert page.locator("#changes .chip").count() == 1
     page.fill("#feature-amount", "50")
     page.click("#feature-add")
     page.wait_for_function(f"{active}.some((one) => parseInt(one.textContent) === {off})")

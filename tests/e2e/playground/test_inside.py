@@ -83,3 +83,20 @@ def test_switching_off_units_of_heads_moves_the_distribution(
     assert text == PROMPT + asked(server, "/generate", **body)["choices"][0]["text"]
     page.click(".chip button")
     assert page.locator("#changes").is_hidden()
+
+
+def test_field_without_a_number_is_refused(page: Page) -> None:
+    """An empty text was once read as 0."""
+    open_tab(page, "inside", "#change form")
+    page.select_option("#change-way", "scale")
+    for field, text, message in (
+        ("factor", "", "enter a number as the factor"),
+        ("units", "17,", 'units are "17,": enter numbers'),
+    ):
+        before = page.input_value(f"#change-{field}")
+        page.fill(f"#change-{field}", text)
+        page.click("#change button[type=submit]")
+        page.wait_for_selector("#change .problem")
+        assert message in page.inner_text("#change .problem")
+        page.fill(f"#change-{field}", before)
+    assert page.locator("#changes .chip").count() == 0
