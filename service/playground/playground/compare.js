@@ -175,6 +175,7 @@ export class Compare {
     const running = (this.#running = new AbortController());
     this.#busy(true);
     find("divergence").textContent = "";
+    fill(find("both"), () => []); // it may show the texts of an earlier run
     try {
       await this.#ready;
       const form = this.#app.form();
@@ -204,10 +205,13 @@ export class Compare {
     const [first] = this.#sides;
     const [a, b] = this.#sides.map(({ tokens, vocabulary }) => texts(tokens, vocabulary).join(""));
     if (!a.length || !b.length) return;
+    if (a === b) {
+      find("divergence").textContent = `With seed ${seed} both texts are equal.`;
+      return this.#show("Next token after the prompt", first.before(first.prompt.length), first);
+    }
     let same = 0;
     while (same < Math.min(a.length, b.length) && a[same] === b[same]) same++;
     if (/[\uD800-\uDBFF]$/.test(a.slice(0, same))) same--; // half of a character
-    if (a === b) return void (find("divergence").textContent = `With seed ${seed} both texts are equal.`);
     const [at] = this.#sides.map((side) => side.mark(same));
     const ended = [a, b].findIndex((text) => text.length === same);
     const [count, unit] = first.vocabulary.idsAlone ? [at, "token"] : [[...a.slice(0, same)].length, "character"];
@@ -225,7 +229,7 @@ export class Compare {
       const prompt = this.#app.prompt();
       for (const side of this.#sides) side.clear();
       find("divergence").textContent = "";
-      if (prompt.length === 0) return find("both").replaceChildren();
+      if (prompt.length === 0) return fill(find("both"), () => []);
       await this.#show("Next token after the prompt", { ids: prompt, text: prompt }, null);
     } catch (error) {
       showProblem(find("both"), error, () => this.#afterPrompt());

@@ -168,6 +168,19 @@ def test_comparison_works_without_a_mouse(pair: ServedProcess, new_page: NewPage
     assert page.inner_text("#divergence") == "With seed 5 both texts are equal."
 
 
+def test_next_run_replaces_the_distributions_of_the_last_one(
+    pair: ServedProcess, new_page: NewPage
+) -> None:
+    link = "prompt=import&tab=compare&seed=5&max_tokens=8&right=small"
+    page = ready(new_page(f"{pair.url}/#{link}"))
+    compared(page)
+    page.locator("#compare .tokens").first.locator(".token").last.click()
+    page.wait_for_function("document.querySelector('#both h3').textContent.includes('of A')")
+    compared(page)
+    assert page.inner_text("#divergence") == "With seed 5 both texts are equal."
+    assert page.inner_text("#both h3") == "Next token after the prompt"
+
+
 @pytest.mark.parametrize("prompt", ["import", "call(one,%0A"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_comparison_fits_the_window(
