@@ -61,6 +61,10 @@ TAPPED_TOKEN = 12
 """Price of one token generated with interventions, in prompt tokens."""
 SHORTEST_PASS = 128
 """Lowest price of one pass of an attribution, in prompt tokens."""
+MOST_CHANGED = 2**27
+"""Limit of the elements that a request's interventions cost in one block of positions, and in one
+generated row. A step computes at least that much, so the limit bounds its time. Outputs and
+features need no limit, because the model's shape already bounds their number in a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +73,15 @@ class StepCost:
     model's pass.
 
     output    work for the outputs of a requested position
-    position  work for interventions and listed logprobs at a position of the prompt
+    position  work for interventions and listed logprobs at a position of the prompt, on average
     row       work for interventions at a generated position
+    changed   upper bound of the work for interventions in a block of positions, and in a row
     """
 
     output: int = 0
     position: int = 0
     row: int = 0
+    changed: int = 0
 
 
 def step_cost(request: Request, config: ModelConfig) -> StepCost:
@@ -87,17 +93,21 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
     length = max(sequence_lengths(request)) + _generated(request)
     recorded, row = _encodings(request, config)
     position = float(LISTED_ELEMENTS * _listed(request) + recorded)
+    changed_row = changed_block = 0
     for change in request.interventions:
         width, changed = _width(change, config, length), change.positions
         fixed = CHANGE_ELEMENTS * (1 + 2 * len(change.directions))
         if changed in ("all", "generated"):
-            row += width + fixed
+            changed_row += width + fixed
         everywhere = width + fixed / BLOCK
         if changed in ("all", "prompt"):
             position += everywhere
+            changed_block += BLOCK * width + fixed
         elif changed != "generated":  # listed positions, averaged over the prompt
             position += min(everywhere, len(changed) * (width + fixed) / length)
-    return StepCost(output, math.ceil(position), row)
+            changed_block += min(BLOCK, len(changed)) * width + fixed
+    changed_most = max(changed_row, changed_block)
+    return StepCost(output, math.ceil(position), row + changed_row, changed_most)
 
 
 def prices(request: Request, config: ModelConfig) -> list[int]:

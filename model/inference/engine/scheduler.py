@@ -60,7 +60,7 @@ from logitd.model.transformer.config import BLOCK
 
 STEP_ELEMENTS = 2**21
 """Limit of a step's elements, for its prompts and for its tapped rows. A single block of positions
-or a single row may exceed it."""
+or a single row may exceed it. `MOST_CHANGED` (`cost.py`) limits what interventions cost there."""
 LARGE = 2**20
 """A step with at least this many elements is heavy."""
 COOLDOWN = 2

@@ -1,9 +1,9 @@
 """Validation: checks each request against the model's shape once, before it is queued.
 
-Checks the context length, token ids and counts. Every error is an `InvalidRequest` with the field,
-the numbers and the fix. `Engine.add` calls `check_request`; callers of `Engine.accept` call it
-themselves, in their own thread. The other checks are for callers that have only a part of a
-request.
+Checks the context length, token ids, counts, and the work of interventions in one step. Every
+error is an `InvalidRequest` with the field, the numbers and the fix. `Engine.add` calls
+`check_request`; callers of `Engine.accept` call it themselves, in their own thread. The other
+checks are for callers that have only a part of a request.
 
 Some checks are made elsewhere and not repeated here: of positions, layers, heads and stages when
 they are resolved (`model/inference/selection.py`), of the bounds of sampling parameters
@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.circuit.task import CircuitTask
+from logitd.model.inference.engine.cost import MOST_CHANGED, step_cost
 from logitd.model.inference.engine.requests import (
     LARGEST_LENS_VOCABULARY,
     AttributionRequest,
@@ -27,7 +28,7 @@ from logitd.model.inference.engine.requests import (
     ScoreRequest,
 )
 from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
-from logitd.model.inference.interventions import check_interventions
+from logitd.model.inference.interventions import PARAM, check_interventions
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
@@ -49,6 +50,7 @@ def _check(request: Request, config: ModelConfig) -> None:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     check_token_ids("prompt", request.token_ids, config.vocab_size)
     check_interventions(request.interventions, config, len(request.token_ids))
+    _check_changes(request, config)
     match request:
         case GenerationRequest():
             _check_generation(request, config)
@@ -115,6 +117,18 @@ def check_count(param: str, count: int | None, vocab_size: int, least: int = 0) 
     if count is not None and not least <= count <= vocab_size:
         limits = f"{least} to {vocab_size}, the size of the vocabulary"
         raise InvalidRequest(f"{param} is {count}; it must be from {limits}", param)
+
+
+def _check_changes(request: Request, config: ModelConfig) -> None:
+    """Raise InvalidRequest if the interventions would make a single step too long."""
+    count, changed = len(request.interventions), step_cost(request, config).changed
+    if changed > MOST_CHANGED:
+        raise InvalidRequest(
+            f"{pluralize(count, 'intervention')}, one for each chosen layer, would cost {changed} "
+            f"elements in one step, but the limit is {MOST_CHANGED}. Send fewer interventions, or "
+            "choose fewer layers, heads or directions",
+            PARAM,
+        )
 
 
 def _check_generation(request: GenerationRequest, config: ModelConfig) -> None:

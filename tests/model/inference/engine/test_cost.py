@@ -3,12 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.engine.cost import (
+    CHANGE_ELEMENTS,
+    MOST_CHANGED,
     SHORTEST_PASS,
     output_elements,
     position_elements,
@@ -23,6 +26,8 @@ from logitd.model.inference.engine.requests import (
     OutputsRequest,
     Request,
 )
+from logitd.model.inference.engine.validation import check_request
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import (
@@ -171,6 +176,34 @@ def test_listed_positions_cost_less_than_all() -> None:
     )
     assert 0 < one.position < some.position <= every.position
     assert one.row == some.row == 0 < every.row
+
+
+@pytest.mark.parametrize("length", [BLOCK, 2 * BLOCK])
+def test_dearest_block_is_not_averaged_over_the_prompt(length: int) -> None:
+    """A block whose 32 positions were listed cost less in a longer prompt."""
+    request = rows(Logits(), (0,), PROMPT[:length])
+    listed, every = (
+        step_cost(replace(request, interventions=(replace(ZERO, positions=positions),)), SHAPE)
+        for positions in (tuple(range(BLOCK)), "all")
+    )
+    assert listed.changed == every.changed == SHAPE.d_model * BLOCK + CHANGE_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [generation("a", PROMPT, max_tokens=9), score_request("a", PROMPT, [1]), rows(Logits(), (69,))],
+    ids=lambda request: type(request).__name__,
+)
+@pytest.mark.parametrize("positions", ["all", "prompt", "generated", tuple(range(40))])
+def test_limit_of_changes_in_one_step(request_: Any, positions: Any) -> None:
+    """A block of positions with many changes took seconds, in which no other request advanced."""
+    change = replace(ZERO, along=np.ones(SHAPE.d_model, np.float32), positions=positions)
+    each = step_cost(replace(request_, interventions=(change,)), SHAPE).changed
+    most = (change,) * (MOST_CHANGED // each)
+    check_request(replace(request_, interventions=most), SHAPE)
+    with pytest.raises(InvalidRequest, match=rf"{len(most) + 1} .*{MOST_CHANGED}\b") as refused:
+        check_request(replace(request_, interventions=(*most, change)), SHAPE)
+    assert refused.value.param == "interventions"
 
 
 def test_processed_logits_cost_their_elements() -> None:
