@@ -9,6 +9,8 @@ Differences from uvicorn's protocol based on httptools:
 - if a request is answered before its body is complete, the client gets time to read the answer
   before the connection is closed;
 - a request to upgrade is answered as an ordinary HTTP request;
+- a client of HTTP/1.0 gets a body of unknown length without chunks; the body ends with the
+  connection;
 - a client that closes its side of the connection is treated as disconnected.
 """
 
@@ -173,8 +175,9 @@ class Connection(HttpToolsProtocol):
             is_closing=self.transport.is_closing,
             close=partial(self._close_after, self.cycle),
         )
-        writer = partial(self._write_piece, self.cycle)
-        self.scope["extensions"] = {EXTENSION: {"write": writer}}
+        if self.scope["http_version"] != "1.0":
+            writer = partial(self._write_piece, self.cycle)
+            self.scope["extensions"] = {EXTENSION: {"write": writer}}
         self.headers = []  # collects trailers, which are ignored
         self._reading.begin_body(self.loop.time())
 
@@ -195,6 +198,8 @@ class Connection(HttpToolsProtocol):
         if not self._all.has_room() and not cycle.scope["path"].startswith("/health"):
             app = too_many_connections
             self._all.reports.count(ConnectionEnd.REFUSED)
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -362,3 +367,22 @@ class Connection(HttpToolsProtocol):
         self._linger_until = self.loop.time() + LINGER_SECONDS
         self.transport.write_eof()
         self.flow.resume_reading()
+
+
+async def _without_chunks(
+    app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any
+) -> None:
+    """Run `app` for a client of HTTP/1.0, to which no chunks may be sent (RFC 9112, 6.1)."""
+    unknown_length = False
+
+    async def send_plain(message: Any) -> None:
+        nonlocal unknown_length
+        if message["type"] == "http.response.start":
+            unknown_length = all(name != b"content-length" for name, _ in message["headers"])
+            if unknown_length:
+                cycle.chunked_encoding = False
+        elif unknown_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plain)

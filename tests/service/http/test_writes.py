@@ -52,6 +52,19 @@ def test_tokens_that_arrive_together_are_written_together(
     assert len(writes) < TOKENS / 2, "of several choices with TOKENS each"
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_http_1_0_client_gets_no_chunks(chatter: Serving, path: str) -> None:
+    """The sizes of the chunks were in the body."""
+    expected = texts(chatter.json(path, BODIES[path])["choices"])
+    request = request_bytes(path, {**BODIES[path], "stream": True})
+    with chatter.connect() as raw:
+        raw.sendall(request.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        head, _, body = read_all(raw).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert texts([choice for chunk in events(body) for choice in chunk["choices"]]) == expected
+
+
 async def test_reader_takes_events_without_waking_the_task() -> None:
     async with running(tiny()) as (owner, _):
         submission = owner.submit([generation("a", 20)])
