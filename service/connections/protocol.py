@@ -200,7 +200,7 @@ class Connection(HttpToolsProtocol):
             self._all.reports.count(ConnectionEnd.REFUSED)
         if cycle.scope["http_version"] == "1.0":
             app = partial(_without_chunks, app, cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, partial(_may_break_off, app, cycle))
 
     def on_response_complete(self) -> None:
         """Start the next request. Replaces uvicorn's version, which sets a timer for each idle
@@ -367,6 +367,17 @@ class Connection(HttpToolsProtocol):
         self._linger_until = self.loop.time() + LINGER_SECONDS
         self.transport.write_eof()
         self.flow.resume_reading()
+
+
+async def _may_break_off(
+    app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any
+) -> None:
+    """Run `app`, and close the connection if the reply is incomplete. The application has logged
+    why; uvicorn would log an error as well."""
+    await app(scope, receive, send)
+    if cycle.response_started and not cycle.response_complete and not cycle.disconnected:
+        cycle.disconnected = True
+        cycle.transport.close()
 
 
 async def _without_chunks(
