@@ -29,7 +29,7 @@ class Processing(SamplingFields, RequestBody):
     }
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(
-        1.0, description="0 leaves the logits as they are."
+        1.0, description="0 skips temperature, top_k, top_p and min_p."
     )
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(

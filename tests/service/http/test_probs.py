@@ -107,6 +107,16 @@ def test_processing_keeps_the_sampled_distribution(server: Serving, plain: list[
     assert (dropped.tokens[0].prob, dropped.tokens[0].logprob) == (0, None)
 
 
+def test_temperature_0_skips_the_filters(server: Serving) -> None:
+    greedy = {"temperature": 0, "logit_bias": {"65": 3.0}}
+    filters = {"top_k": 1, "top_p": 0.1, "min_p": 0.9}
+    expected, found = (
+        probs(server, stage="processed", processing=processing, top_k=257).prompts[0].tokens
+        for processing in ({**greedy, "temperature": 1}, {**greedy, **filters})
+    )
+    assert found == expected
+
+
 def test_perplexity_of_prompts_matches_the_forward(server: Serving, gpt: GPT) -> None:
     reply = probs(server, [PROMPT, "x"], perplexity=True, top_k=1)
     ids = list(PROMPT.encode())
