@@ -2,7 +2,7 @@
 
 import { post, postArray } from "./api.js";
 import { shape } from "./chart.js";
-import { button, element, fill, find, heading, hint, labeled, plainTable, roving } from "./dom.js";
+import { button, element, fill, find, heading, hint, labeled, numberIn, plainTable, roving } from "./dom.js";
 
 const WIDE = 46; // width of a node and its gap, in pixels
 const HIGH = 26;
@@ -29,20 +29,26 @@ export class Circuit {
   }
 
   update() {
-    const chosen = {};
-    for (const name of ["token", "minus"]) {
-      const written = find(`circuit-${name}`).value;
-      if (written !== "") chosen[this.#app.vocabulary.idsAlone ? `${name}_id` : name] = this.#app.vocabulary.idsAlone ? Number(written) : written;
-    }
-    const [share, max_parts] = ["share", "parts"].map((name) => Number(find(`circuit-${name}`).value));
+    const fields = ["token", "minus", "share", "parts"].map((name) => find(`circuit-${name}`));
     const draw = async ({ prompt, tokens }, signal) => {
       const position = this.#app.placeIn(tokens);
-      const reply = await post("/circuit", { prompt, position, share, max_parts, max_edges: 5000, ...chosen }, signal);
+      const reply = await post("/circuit", { prompt, position, max_edges: 5000, ...this.#settings(...fields) }, signal);
       this.#off.clear();
       return this.#render(reply.prompts[0], tokens);
     };
-    const drawn = this.#app.look(find("circuit"), draw, this.#app.place, chosen, share, max_parts);
+    const drawn = this.#app.look(find("circuit"), draw, this.#app.place, ...fields.map(({ value }) => value));
     return drawn.then(() => find("circuit").querySelector(".scroll")?.scrollTo({ left: 1e6 })); // to the last token
+  }
+
+  // The part of the request that the fields describe.
+  #settings(token, minus, share, parts) {
+    const chosen = { share: numberIn(share, "share to explain"), max_parts: numberIn(parts, "maximum parts") };
+    for (const [name, input, title] of [["token", token, "token"], ["minus", minus, "rather than"]]) {
+      if (input.value === "") continue;
+      if (this.#app.vocabulary.idsAlone) chosen[`${name}_id`] = numberIn(input, title);
+      else chosen[name] = input.value;
+    }
+    return chosen;
   }
 
   #render(circuit, tokens) {

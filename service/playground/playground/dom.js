@@ -29,6 +29,13 @@ export const labeled = (text, input) => element("label", {}, element("span", {},
 export const choice = (options, attributes = {}) =>
   element("select", attributes, ...options.map(([value, text]) => element("option", { value }, text)));
 
+// The number in a field. Throws an error that names the field if it is empty or has no number.
+export function numberIn(input, name) {
+  const number = input.value.trim() === "" ? NaN : Number(input.value);
+  if (!Number.isFinite(number)) throw new Error(`${name} has no number: enter one`);
+  return number;
+}
+
 // Show an error in an element, with a button that runs `retry`. A refused prompt is reported once, below the prompt.
 export function showProblem(place, error, retry) {
   const ofPrompt = error.param === "prompt";

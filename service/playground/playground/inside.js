@@ -2,7 +2,7 @@
 
 import { get, postArray } from "./api.js";
 import { bars } from "./distribution.js";
-import { button, choice, element, fill, find, heading, hint, labeled, showProblem } from "./dom.js";
+import { button, choice, element, fill, find, heading, hint, labeled, numberIn, showProblem } from "./dom.js";
 import { heatMap } from "./heatmap.js";
 import { divergenceBits, ranked, softmax } from "./sampling.js";
 
@@ -49,7 +49,7 @@ export class Inside {
       heads: labeled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
       units: labeled("units", element("input", { id: "change-units", placeholder: "all, or 17, 300", size: 10 })),
       positions: labeled("positions", choice(PLACES, { id: "change-positions" })),
-      factor: labeled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
+      factor: labeled("factor", element("input", { id: "change-factor", type: "number", step: "any", value: 2 })),
       from: labeled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
       minus: labeled("minus the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
     };
@@ -92,10 +92,7 @@ export class Inside {
       made[name] = indices.map(Number);
       if (!indices.every((index) => /^\d+$/.test(index))) throw new Error(`${name} are "${written}": enter numbers from 0 separated by commas, or leave it empty for all`);
     }
-    if (!labels.factor.hidden) {
-      if (given("factor") === "") throw new Error("enter a number as the factor");
-      made.factor = Number(given("factor"));
-    }
+    if (!labels.factor.hidden) made.factor = numberIn(labels.factor.control, "factor");
     if (!labels.from.hidden) {
       if (given("from") === "") throw new Error("enter the other prompt, from which values are added or patched");
       made.from = { prompt: this.#app.promptOf(given("from")) };

@@ -78,3 +78,14 @@ def test_name_of_the_logits_is_inside_the_drawing(page: Page) -> None:
     })()"""
     label, drawing = page.evaluate(right_ends)
     assert label <= drawing + 1
+
+
+@pytest.mark.parametrize(
+    ("field", "name"), [("share", "share to explain"), ("parts", "maximum parts")]
+)
+def test_fields_without_a_number_are_named(page: Page, field: str, name: str) -> None:
+    open_tab(page, "circuit", "#circuit .part")
+    page.fill(f"#circuit-{field}", "")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("#circuit .problem")
+    assert f"{name} has no number" in page.inner_text("#circuit .problem")

@@ -90,7 +90,7 @@ def test_field_without_a_number_is_refused(page: Page) -> None:
     open_tab(page, "inside", "#change form")
     page.select_option("#change-way", "scale")
     for field, text, message in (
-        ("factor", "", "enter a number as the factor"),
+        ("factor", "", "factor has no number"),
         ("units", "17,", 'units are "17,": enter numbers'),
     ):
         before = page.input_value(f"#change-{field}")
@@ -100,3 +100,6 @@ def test_field_without_a_number_is_refused(page: Page) -> None:
         assert message in page.inner_text("#change .problem")
         page.fill(f"#change-{field}", before)
     assert page.locator("#changes .chip").count() == 0
+    page.fill("#change-factor", "0.25")
+    page.click("#change button[type=submit]")
+    page.wait_for_function("document.querySelector('#changes').textContent.includes('by 0.25')")
