@@ -5,6 +5,7 @@ so --help and invalid flags are answered immediately, without torch. The module'
 exit code. Exceptions listed in its `ERRORS` are printed as messages, with exit code 1.
 """
 
+import errno
 import gc
 import importlib
 import os
@@ -217,7 +218,9 @@ def run(arguments: Sequence[str]) -> int:
         code: int = command.run(settings, *clock)
     except command.ERRORS as error:
         problem = f"{error}{_suggestion(settings)}"
-    except PermissionError as error:
+    except OSError as error:
+        if not isinstance(error, PermissionError) and error.errno != errno.ENAMETOOLONG:
+            raise
         problem = f"{error.strerror}: {error.filename}"
     else:
         return code

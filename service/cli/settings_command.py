@@ -6,10 +6,10 @@ first use, because the list of commands does not need them.
 """
 
 import importlib
+import os
 import shlex
 import textwrap
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,7 +65,7 @@ class SettingsCommand(click.Command):
         if "checkpoint" in names and flags[-1:] != ["--checkpoint"]:
             flags = [word.removeprefix("--checkpoint=") for word in flags if word != "--checkpoint"]
         for flag, _, word in zip(flags, flags[1:], flags[2:], strict=False):
-            if flag == "--data" and not word.startswith("-") and Path(word).is_file():
+            if flag == "--data" and not word.startswith("-") and os.path.isfile(word):
                 raise click.UsageError(_one_value(f"Got unexpected extra argument ({word})"), ctx)
         try:
             return super().parse_args(ctx, flags + rest)
@@ -90,7 +90,7 @@ class SettingsCommand(click.Command):
         for word in words:
             flags.remove(word)
         advice = "Quote the prompt"
-        if Path(words[0]).is_dir() and "checkpoint" in self.settings.model_fields:
+        if os.path.isdir(words[0]) and "checkpoint" in self.settings.model_fields:
             advice = "Name the checkpoint with --checkpoint"
             flags += ["--checkpoint", words.pop(0)]
         return f"{advice}: {shlex.join([*ctx.command_path.split(), ' '.join(words), *flags])}"

@@ -51,9 +51,9 @@ ONLY_TEXT = (
 def named_files(name: str) -> list[Path]:
     """The files named by one value of `--data`, sorted."""
     path = Path(name)
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path's, accepts a name of any length
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         below = list(_below(path))
         missing = f"the folder {name} has no files"
     else:

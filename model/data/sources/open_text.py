@@ -8,6 +8,7 @@
 All values together make up one text. Only the beginning of each file is read here.
 """
 
+import os
 import sysconfig
 from collections.abc import Sequence
 from functools import partial
@@ -101,6 +102,6 @@ def _files(word: str) -> list[Path]:
         raise DataError(f"{word} is not built in; the only built-in text is {PYTHON}")
     if "://" in word:
         raise DataError(f"{word} is neither an http nor an https address: download the file first")
-    if (Path(word) / f"train{SHARD}").is_file():
+    if os.path.isfile(Path(word) / f"train{SHARD}"):  # unlike Path's, accepts a name of any length
         return sorted(Path(word).glob(f"*{SHARD}"))
     return named_files(word)

@@ -120,6 +120,8 @@ def test_unknown_commands_exit_2_with_the_nearest(
         (("generate",), "PROMPT is required"),
         (("extract", "x", "--data", "y"), "--out is required"),
         (("extract", "x", "--data", "a.txt", "b.txt"), r"argument \(b.txt\)\. --data .*'\*\.txt'"),
+        (("train", "--data", "a.txt", "n" * 300), r"extra argument \(nnn"),
+        (("generate", "n" * 300, "more"), "Quote the prompt"),
         (("train", "--rope-scaling", "{"), "'--rope-scaling'.*not JSON"),
     ],
 )
@@ -132,6 +134,11 @@ def test_wrong_command_lines_exit_2_and_name_the_flag(
     last = err.splitlines()[-1]
     assert last.startswith("Error: ")
     assert re.search(reason, last)
+
+
+def test_name_that_is_too_long_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "n" * 300]) == 1
+    assert capsys.readouterr().err.startswith("logitd inspect: File name too long: nnn")
 
 
 SOURCES = ("the environment", ".env")
