@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 from click.core import ParameterSource
-from pydantic import SecretStr, ValidationError
+from pydantic import BeforeValidator, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 from pydantic_settings import CliPositionalArg, SettingsError
@@ -59,7 +59,7 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
         name = str(param.name)
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE and name in ctx.params:
             value = ctx.params[name]
-            if isinstance(param, click.Option) and param.multiple:
+            if isinstance(param, click.Option) and _splits(settings.model_fields[name]):
                 value = [item for words in value for item in split_list(words)]
             given[name] = value
     try:
@@ -70,8 +70,9 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
         problems = error.errors(include_url=False)
         text = "\n".join(_sentence(ctx, settings, problem) for problem in problems)
         raise click.UsageError(text, ctx) from error
-    except SettingsError as error:  # a variable's list is not JSON
-        raise click.UsageError(str(error), ctx) from error
+    except SettingsError as error:
+        hint = """write a variable's list as JSON, such as '["a", "b"]'"""
+        raise click.UsageError(f"{error}: {hint}", ctx) from error
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f".env cannot be read: {error}", ctx) from error
 
@@ -79,7 +80,7 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
 def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> click.Parameter:
     positional = _POSITIONAL in field.metadata
     kinds = list(_kinds(field.annotation))
-    several = get_origin(kinds[0]) is tuple
+    several = _is_list(field)
     items = list(_kinds(get_args(kinds[0])[0])) if several else kinds
     choices = [
         str(word) for kind in items if get_origin(kind) is Literal for word in get_args(kind)
@@ -119,6 +120,21 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
+def _splits(field: FieldInfo) -> bool:
+    """True if the values of a flag are split at their commas: a `CommaList`, and a list of words or
+    numbers. Other texts and paths may contain commas, so their flags are repeated."""
+    if not _is_list(field):
+        return False
+    items = _kinds(get_args(next(_kinds(field.annotation)))[0])
+    return BeforeValidator(split_list) in field.metadata or all(
+        item in (int, float) or get_origin(item) is Literal for item in items
+    )
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(next(_kinds(field.annotation))) is tuple
+
+
 def _help(settings: type[CommandSettings], name: str, field: FieldInfo, positional: bool) -> str:
     """The help text of a field: its description, default and environment variable."""
     notes = [str(field.description)]
@@ -127,6 +143,8 @@ def _help(settings: type[CommandSettings], name: str, field: FieldInfo, position
     elif (default := _written(field.default)) is not None:
         notes.append(f"(default: {default})")
     if not positional:
+        if _is_list(field) and not _splits(field):
+            notes.append("(can be repeated)")
         notes.append(f"[env: {settings.variables(name)[1]}]")
     return " ".join(notes)
 

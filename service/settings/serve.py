@@ -132,7 +132,7 @@ class ServeSettings(ComputeSettings):
         (),
         description="directory of a sparse autoencoder of the model, as NAME=DIR: its features are "
         "a stage named STAGE.sae.NAME. `logitd sae train` makes one; SAELens' standard, topk and "
-        "jumprelu are read too. Can be given several times",
+        "jumprelu are read too",
     )
     follow: Literal["best", "latest"] | None = Field(
         None,

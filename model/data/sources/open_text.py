@@ -104,4 +104,9 @@ def _files(word: str) -> list[Path]:
         raise DataError(f"{word} is neither an http nor an https address: download the file first")
     if os.path.isfile(Path(word) / f"train{SHARD}"):  # unlike Path's, accepts a name of any length
         return sorted(Path(word).glob(f"*{SHARD}"))
-    return named_files(word)
+    try:
+        return named_files(word)
+    except DataError as error:
+        if "," not in word:
+            raise
+        raise DataError(f"{error}: to name several, repeat --data") from error

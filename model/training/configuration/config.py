@@ -105,7 +105,7 @@ class _RunFields(BaseModel):
     log_every: int = Field(10, ge=1, description="steps between progress lines")
     sample_tokens: int = Field(120, ge=1, description="tokens per sample")
     prompts: tuple[str, ...] = Field(
-        (), description="prompts of the samples (default: excerpts of the text)"
+        (), description="prompt of a sample, used as it is (default: excerpts of the text)"
     )
     chat_template: Path | None = Field(
         None, description="file with a chat template (Jinja) for the checkpoints"

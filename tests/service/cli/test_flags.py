@@ -74,9 +74,30 @@ def test_missing_flags_leave_fields_unset(monkeypatch: pytest.MonkeyPatch) -> No
     assert read().count == 4
 
 
-def test_quoted_items_may_contain_commas() -> None:
-    assert parsed("train", "--prompts", '"def f(a, b):",x').prompts == ("def f(a, b):", "x")
-    assert parsed("train", "--prompts", "two,\nlines").prompts == ("two,\nlines",)
+def test_texts_and_paths_are_not_split() -> None:
+    prompts = ("Dear Sir,", ' "Hello", ', "two,\nlines")
+    given = [word for prompt in prompts for word in ("--prompts", prompt)]
+    assert parsed("train", *given).prompts == prompts
+    assert parsed("eval", "--data", "Smith, John.txt", "--data", "b").data == (
+        "Smith, John.txt",
+        "b",
+    )
+    assert list(map(str, parsed("serve", "--sae", "a=x,b=y").sae)) == ["a=x,b=y"]
+
+
+def test_quoted_items_of_a_split_list_may_contain_commas() -> None:
+    stages = parsed("extract", "x", "--data=y", "--out=z", "--stages", 'a, "b,c"').stages
+    assert stages == ("a", "b,c")
+
+
+def test_help_says_which_flags_can_be_repeated() -> None:
+    repeated = {
+        param.name
+        for command in SETTINGS
+        for param in parameters_of(command)
+        if "(can be repeated)" in str(getattr(param, "help", ""))
+    }
+    assert repeated == {"data", "prompts", "sae", "ignore_setting"}
 
 
 def test_help_has_the_groups_in_order() -> None:

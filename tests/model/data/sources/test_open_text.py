@@ -56,6 +56,7 @@ def test_default_is_the_text_of_python() -> None:
         ("builtin:", {}, "builtin: .*builtin:python"),
         ("builtin:Python", {}, "builtin:Python .*builtin:python"),
         ("ftp://host/a", {}, "ftp://host/a is neither an http nor an https address"),
+        ("a.txt,empty", {}, "a.txt,empty is not a file.*: to name several, repeat --data"),
         ("n" * 300, {}, "nnn is not a file"),
         ("empty", {}, "empty: all of the 2 files are empty"),
         ("a.txt", {"text_field": "body"}, r"--text-field body .* only plain text"),
