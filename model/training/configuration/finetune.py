@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.training.configuration.command_line import shown
 from logitd.model.training.configuration.config import SHAPE_FIELDS, TrainingError
 from logitd.model.training.configuration.presets import Recipe
 from logitd.model.transformer.config import TARGETS, ConfigError, GPTConfig
@@ -115,8 +116,8 @@ def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape |
     for name in sorted(given.keys() & {"vocab_size", *SHAPE_FIELDS} - CHANGEABLE):
         if given[name] != getattr(base, name):
             raise TrainingError(
-                f"{name} is {given[name]}, but the checkpoint has {getattr(base, name)}: "
-                f"remove {name}"
+                f"{name} is {shown(given[name])}, but the checkpoint has "
+                f"{shown(getattr(base, name))}: remove {name}"
             )
     context = given.get("context_length", base.context_length)
     if base.positions == "learned" and context != base.context_length:

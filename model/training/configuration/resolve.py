@@ -21,6 +21,7 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.files import is_utf8
 from logitd.model.first_error import first_error
 from logitd.model.plural import pluralize
+from logitd.model.training.configuration.command_line import shown
 from logitd.model.training.configuration.config import (
     RECIPE_FIELDS,
     SHAPE_FIELDS,
@@ -274,7 +275,7 @@ def resolve_resumed(
         if given[name] != values[name]:
             raise TrainingError(
                 f"--{name.replace('_', '-')} cannot change when a run is resumed: it is "
-                f"{_written(given[name])} now and was {_written(values[name])}; leave it out"
+                f"{shown(given[name])} now and was {shown(values[name])}; leave it out"
             )
     training = replace(
         before,
@@ -308,13 +309,6 @@ def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> 
                 f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and "
                 f"--{other} {getattr(length, other):g} limits the whole run. Increase --{other} too"
             )
-
-
-def _written(value: Any) -> str:
-    """Format a value as a user would write it."""
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "not set"
-    return "not set" if value is None else str(value)
 
 
 def _only(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ scores, and the command that reproduces them.
 """
 
 import platform
-import shlex
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from logitd.model.device import describe
 from logitd.model.plural import pluralize
-from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.command_line import command
 from logitd.model.training.recording.samples import TEMPERATURE
 from logitd.model.training.run.run import Run
 from logitd.model.training.stopping.length import Counters
@@ -23,9 +22,6 @@ from logitd.model.transformer.size import parameter_count
 Records = Sequence[Mapping[str, Any]]
 ROWS = 12
 """Maximum number of rows in the table of losses."""
-_NOT_IN_COMMAND = frozenset(
-    {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
-)
 
 
 def write_card(
@@ -39,7 +35,7 @@ def write_card(
     sections = [
         _head(run, counters),
         "## Training\n\n" + _training(run, counters, evals, reports),
-        f"The command that reproduces it:\n\n```\n{command(run.training.config)}\n```",
+        f"The command that reproduces it:\n\n{_fenced(command(run.training.config))}",
     ]
     if evals:
         sections.append("## Curve\n\n" + _curve(evals))
@@ -50,22 +46,6 @@ def write_card(
         )
         sections += [_fenced(f"{prompt}▸{text}") for prompt, text in samples]
     return "\n\n".join(sections) + "\n"
-
-
-def command(config: TrainingConfig) -> str:
-    """The command line that repeats a configuration, without devices or output paths."""
-    words = ["logitd", "train", "--preset", config.preset]
-    for name, field in TrainingConfig.model_fields.items():
-        value = getattr(config, name)
-        if value == field.default or name in _NOT_IN_COMMAND:
-            continue
-        flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
-        if field.annotation in (bool, bool | None) and isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-            continue
-        for item in value if isinstance(value, tuple) else (value,):
-            words += [flag, str(item)]
-    return shlex.join(words)
 
 
 def _head(run: Run, counters: Counters) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from logitd.model.training.configuration.command_line import written
 from logitd.model.training.events import duration
 from logitd.model.training.run.summary import RunSummary, differences
 from logitd.service.cli.terminal import finite, visible
@@ -132,9 +133,9 @@ def _value(value: Any) -> str:
         case float():
             return f"{value:g}"
         case list() | tuple():
-            return ", ".join(map(str, value))
+            return ", ".join(map(written, value))
         case _:
-            return str(value)
+            return written(value)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -140,14 +140,14 @@ def test_run_learns_and_writes_its_files(configure: Configure) -> None:
 
 
 def test_card_describes_the_run(configure: Configure) -> None:
-    result = train(configure(data_licence="CC0", prompts=("the cat ", "a dog")))
+    result = train(configure(data_licence="CC0", prompts=("the cat ", "a dog", "```")))
     card = (result.checkpoint / "README.md").read_text()
     data = read_checkpoint(result.checkpoint).training.data
     for part in (
         data["sha256"],
         "License of the text: CC0",
         f"{result.val_bits_per_byte:.4f} bits per byte",
-        "logitd train --preset tiny --data",
+        "````\nlogitd train --preset tiny --data",
         "| 12 | ",
         "the cat ▸",
         "a dog▸",

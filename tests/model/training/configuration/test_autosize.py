@@ -30,10 +30,10 @@ from logitd.model.training.configuration.autosize import (
     suit_text,
     wants_size,
 )
+from logitd.model.training.configuration.command_line import command
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import ResolvedTraining, resolve
 from logitd.model.training.events import Event, Noticed
-from logitd.model.training.recording.card import command
 from logitd.model.training.setup import measure
 from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.trainer import train

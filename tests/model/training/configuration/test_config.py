@@ -2,17 +2,21 @@
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from logitd.model.training.configuration.command_line import OMITTED, command
 from logitd.model.training.configuration.config import SHAPE_FIELDS, TrainingConfig
 from logitd.model.training.configuration.presets import Recipe
 from logitd.model.training.configuration.resolve import NEEDS, RESUMABLE
-from logitd.model.training.recording.card import command
 from logitd.model.transformer.config import GPTConfig, RopeScaling
 from tests.service.cli.parsed import parsed
 
@@ -51,21 +55,58 @@ def test_config_refuses_impossible_values_and_unknown_names(wrong: dict[str, Any
         TrainingConfig(**wrong)
 
 
-def test_rope_scaling_round_trips_through_json_and_the_command() -> None:
-    given = {"kind": "yarn", "factor": 4, "original_context_length": 64}
-    config = TrainingConfig(rope_scaling=given)
-    assert config.rope_scaling == RopeScaling.from_dict(given)
-    assert TrainingConfig(**json.loads(json.dumps(config.to_dict()))) == config
-    *_, flag, value = shlex.split(command(config))
-    assert flag == "--rope-scaling"
-    assert parsed("train", flag, value).given() == config.given()
+TEXTS = st.text(
+    st.characters(exclude_characters="\0", exclude_categories=["Cs"])
+) | st.sampled_from(["a, b", ' "a, b" ', "a,", "", "--", "--data", "-x", "'", "two\nlines"])
+YARN = {"kind": "yarn", "factor": 4, "original_context_length": 64}
+KINDS: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(1, 10**6),
+    float: st.floats(0, 1) | st.floats(1, exclude_min=True),
+    str: TEXTS,
+    Path: TEXTS.map(Path),
+    RopeScaling: st.just(YARN),
+    NoneType: st.none(),
+}
+"""Values of each type of a setting. A setting may allow only some of them."""
 
 
-@pytest.mark.parametrize("value", [True, False, "all"])
-def test_value_embeddings_round_trip_through_the_command(value: bool | str) -> None:
-    config = TrainingConfig(value_embeddings=value)
-    *_, flag, word = shlex.split(command(config))
-    assert parsed("train", flag, word).given() == config.given()
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is None:
+        return KINDS[kind]
+    if origin is Literal:
+        return st.sampled_from(parts)
+    if origin is tuple:
+        return st.lists(values(parts[0]), min_size=1, max_size=3)
+    return st.one_of([values(each) for each in (parts[:1] if origin is Annotated else parts)])
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TrainingConfig:
+    """Any settings, some of which could not be resolved."""
+    names = st.sets(st.sampled_from(sorted(TrainingConfig.model_fields)), max_size=5)
+    found = {}
+    for name in draw(names):
+        value = draw(values(TrainingConfig.model_fields[name].annotation))
+        with suppress(ValidationError):
+            TrainingConfig(**{name: value})
+            found[name] = value
+    return TrainingConfig(**found)
+
+
+@given(configs())
+@example(TrainingConfig(windows=(8, None), prompts=("Hello, world", "", "--", " a ")))
+@example(TrainingConfig(data=("Smith, John.txt", "--data"), value_embeddings=True))
+@example(TrainingConfig(rope_scaling=YARN, lora_targets=("qkv", "mlp_up"), bias=False))
+def test_settings_round_trip_through_json_and_the_command(config: TrainingConfig) -> None:
+    settings = config.given()
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert TrainingConfig(**stored, resume=config.resume) == config
+    program, name, *flags = shlex.split(command(config))
+    assert (program, name) == ("logitd", "train")
+    kept = {name: value for name, value in settings.items() if name not in OMITTED}
+    assert parsed("train", *flags).given() == {"preset": config.preset, **kept}
 
 
 def test_command_has_only_the_given_settings() -> None:

@@ -14,15 +14,15 @@ from tests.model.conftest import story
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that differ in a learning rate."""
+    """Two runs that differ in a learning rate and in a window."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "story.txt").write_text(story(300))
-    for name, rate in (("slow", 0.001), ("fast", 0.02)):
+    for name, rate, windows in (("slow", 0.001, None), ("fast", 0.02, (None,))):
         config = TrainingConfig(
             data=(str(folder / "story.txt"),), out=folder / name, matrix_lr=rate, vocab_size=300,
-            n_layer=1, n_head=1, d_model=16, context_length=16, steps=4, batch_size=2,
-            eval_every=100, eval_batches=1, checkpoint_every=100, sample_tokens=3, threads=1,
-            dtype="float32", log_every=1,
+            n_layer=1, n_head=1, d_model=16, windows=windows, context_length=16, steps=4,
+            batch_size=2, eval_every=100, eval_batches=1, checkpoint_every=100, sample_tokens=3,
+            threads=1, dtype="float32", log_every=1,
         )  # fmt: skip
         train(config)
     return folder
@@ -66,6 +66,7 @@ def test_several_runs_are_compared(
     rows = {name.strip(): [value.strip() for value in values] for name, *values in cells}
     assert rows["preset"] == ["tiny", "tiny"]
     assert rows["steps"] == ["4", "4"]
+    assert rows["windows"] == ["-", "all"]
     assert rows["tokens"] == ["128", "128"]
     best = [f"{summarize(Path(name)).best_bits_per_byte:.4f}" for name in ("slow", "fast")]
     assert rows["best bits/byte"] == best
