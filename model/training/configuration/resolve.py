@@ -178,7 +178,7 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     """Resolve a new run. The vocabulary's size is taken from the recipe. `base` is the opened
     checkpoint to fine-tune. Raises ConfigError and TrainingError."""
     given = config.given()
-    _refuse_unwritable(given)
+    _refuse_texts(given)
     if config.preset not in PRESETS:
         near = get_close_matches(config.preset, PRESETS, 1)
         meant = f"; did you mean {near[0]}?" if near else f": choose from {', '.join(PRESETS)}"
@@ -229,9 +229,11 @@ def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
     return replace(model, **changes)
 
 
-def _refuse_unwritable(given: Mapping[str, Any]) -> None:
-    """Raise TrainingError for a path or text that run.json and the checkpoints' cards cannot
-    contain."""
+def _refuse_texts(given: Mapping[str, Any]) -> None:
+    """Raise TrainingError for an empty prompt, and for a path or text that run.json and the
+    checkpoints' cards cannot contain."""
+    if "" in given.get("prompts", ()):
+        raise TrainingError("--prompts '' has no text to continue: write one, or remove it")
     for name, value in given.items():
         for each in value if isinstance(value, tuple) else (value,):
             if not is_utf8(str(each)):
@@ -267,7 +269,7 @@ def resolve_resumed(
     Raises TrainingError if a field that is not in RESUMABLE changes. If the new length raises the
     learning rate, the rate rises gradually, as in Ibrahim et al. (2024)."""
     given = config.given()
-    _refuse_unwritable(given)
+    _refuse_texts(given)
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}
     values |= {**asdict(before.recipe), **before.config.given()}

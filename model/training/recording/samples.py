@@ -7,18 +7,20 @@ all of them compute, and the main process samples. `recorder.py` writes the file
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from logitd.model.data.prepare import PreparedText
+from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 from logitd.model.training.distributed.ranks import ALONE
 from logitd.model.training.run.run import Run
 from logitd.model.transformer.gpt import GPT
 
 TEMPERATURE = 0.8
-PYTHON_PROMPTS = ("def read(self", "import os\nimport", "The built-in function")
+PYTHON_PROMPTS: tuple[str, ...] = ("def read(self", "import os\nimport", "The built-in function")
 """Prompts for the built-in text."""
 INCOMPLETE = "\ufffd"
 """Replaces an incomplete character in decoded text, for example at the end of a sample."""
@@ -47,7 +49,7 @@ def _text_after(
     `seconds` have passed. The model sees only the last `context_length` ids."""
     tokenizer, ranks = run.text.tokenizer, run.ranks if run.sharded else ALONE
     draw = torch.Generator().manual_seed(seed)
-    ids = tokenizer.encode(prompt, special_ids=run.text.special_ids)
+    ids = prompt_ids(prompt, run.text)
     start, device, training = len(ids), gpt.token_embedding.weight.device, gpt.training
     end = time.monotonic() + seconds
     gpt.eval()
@@ -69,12 +71,35 @@ def _text_after(
     return tokenizer.decode(ids[start:]).rstrip(INCOMPLETE)
 
 
+def prompt_ids(prompt: str, text: PreparedText) -> list[int]:
+    """The token ids of a prompt, encoded as the text was. Raises TokenizerError if it cannot be
+    encoded or has no tokens."""
+    ids = text.tokenizer.encode(prompt, special_ids=text.special_ids)
+    if not ids:
+        raise TokenizerError("it has no tokens, but a sample needs at least one to begin with")
+    return ids
+
+
 def default_prompts(text: PreparedText) -> tuple[str, ...]:
     """Prompts that suit the text: fixed ones for the built-in text, otherwise excerpts from three
-    places in the held-out text."""
-    if text.record["built_in"]:
-        return PYTHON_PROMPTS
-    tokenizer, tokens = text.tokenizer, text.val.tokens
-    rows = (tokens[i : i + 8].tolist() for i in (n * len(tokens) // 3 for n in range(3)))
-    openings = (tokenizer.decode([i for i in row if not tokenizer.is_special(i)]) for row in rows)
-    return tuple(opening.strip(INCOMPLETE) for opening in openings)
+    places in the held-out text. Those without tokens, or with a word that the vocabulary lacks, are
+    left out."""
+    prompts = PYTHON_PROMPTS
+    if not text.record["built_in"]:
+        tokens = text.val.tokens
+        starts = (n * len(tokens) // 3 for n in range(3))
+        prompts = tuple(_excerpt(tokens[i : i + 8].tolist(), text.tokenizer) for i in starts)
+    return tuple(prompt for prompt in prompts if _has_ids(prompt, text))
+
+
+def _excerpt(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of the longest part without special tokens."""
+    parts = (list(part) for special, part in groupby(ids, tokenizer.is_special) if not special)
+    return tokenizer.decode(max(parts, key=len, default=[])).strip(INCOMPLETE)
+
+
+def _has_ids(prompt: str, text: PreparedText) -> bool:
+    try:
+        return bool(prompt_ids(prompt, text))
+    except TokenizerError:
+        return False

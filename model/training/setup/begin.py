@@ -44,6 +44,7 @@ from logitd.model.training.distributed.fsdp import worth_sharding
 from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.events import EventHandler, Noticed, Prepared
 from logitd.model.training.optim.schedule import lr_scale
+from logitd.model.training.recording.samples import prompt_ids
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import read_state
@@ -295,9 +296,11 @@ def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: Eve
 def _check_prompts(prompts: Sequence[str], text: PreparedText) -> None:
     for prompt in prompts:
         try:
-            text.tokenizer.encode(prompt, special_ids=text.special_ids)
+            prompt_ids(prompt, text)
         except TokenizerError as error:
-            raise TrainingError(f"the prompt {prompt[:40]!r} cannot be encoded: {error}") from error
+            raise TrainingError(
+                f"--prompts {prompt[:40]!r} cannot be encoded: {error}: change or remove it"
+            ) from error
 
 
 def _with_open_base(training: ResolvedTraining, directory: RunDirectory) -> ResolvedTraining:

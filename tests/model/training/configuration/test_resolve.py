@@ -92,6 +92,7 @@ def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
     for change, was in (
         ({"d_model": 128}, "it is 128 now and was 64"),
         ({"seed": 2}, "it is 2 now and was 1337"),
+        ({"prompts": ("a", "")}, "^--prompts ''"),
         ({"windows": (8, None)}, "^--windows .*it is 8,all now and was not set; leave it out"),
         ({"data": ("x.txt",)}, "^--data cannot .*it is x.txt now and was not set; leave it out"),
         ({"matrix_lr": 1.0}, "^--matrix-lr cannot change"),

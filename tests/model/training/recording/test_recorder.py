@@ -9,12 +9,17 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from logitd.model.checkpoint.load import load_checkpoint
+from logitd.model.data.prepare import PreparedText
+from logitd.model.data.shards import Shard
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.events import Event, Progress, Sampled
+from logitd.model.training.recording.samples import default_prompts
 from logitd.model.training.trainer import Trainer, train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _state
@@ -58,6 +63,30 @@ def test_samples_take_a_small_share_of_the_minutes(
     whole, cut = texts
     assert whole.startswith(cut)
     assert 0 < len(cut) < len(whole) / 3
+
+
+PIECES = Tokenizer(
+    ranks={b"the": 0, b"dog": 1, b" ": 2},
+    pattern=r"\w+|\s",
+    special_tokens={END_OF_TEXT: 3},
+    kind="pieces",
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "prompts"),
+    [
+        ([0, 3, 1, 3], {"the"}),  # documents of a word, whose text `thedog` has no ids
+        ([0, 2, 1, 2], {"the dog the dog "}),
+        ([3], set()),
+    ],
+)
+def test_default_prompts_have_ids(ids: list[int], prompts: set[str]) -> None:
+    val = Shard(Path("val.tokens"), np.array(ids * 30), 0)
+    text = PreparedText(PIECES, val, val, {"built_in": False})
+    assert set(default_prompts(text)) == prompts
+    built_in = PreparedText(PIECES, val, val, {"built_in": True})
+    assert default_prompts(built_in) == (), "the vocabulary has none of their words"
 
 
 def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.data.prepare import read_prepared
@@ -149,6 +151,24 @@ def test_reused_shards_keep_their_encoding_of_special_tokens(
     description.unlink()
     unknown = train(configure(**given, out=tmp_path / "d", special_tokens=other))
     assert read_checkpoint(unknown.checkpoint).special_ids == (other == "ids")
+
+
+def test_prompt_without_tokens_is_refused(configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="--prompts ''"):
+        train(configure(prompts=("a", "")))
+    assert os.listdir(tmp_path) == []
+    words = models.WordLevel({"the": 0, "cat": 1, "<|endoftext|>": 2, "[UNK]": 3}, "[UNK]")
+    library = tokenizers.Tokenizer(words)
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<|endoftext|>", "[UNK]"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.txt").write_text("the cat " * 900)
+    given = {"tokenizer": str(tmp_path / "tokenizer.json"), "data": (str(tmp_path / "t.txt"),)}
+    config = configure(**given, vocab_size=None, prompts=("the cat", " \n"))
+    with pytest.raises(TrainingError, match=r"--prompts ' \\n' .* no tokens"):
+        train(config)
+    assert config.out is not None
+    assert not config.out.exists()
 
 
 @pytest.mark.parametrize(
