@@ -1,5 +1,6 @@
 """Documents: named texts that are read in pieces, so that a text may be larger than memory."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,8 @@ from logitd.model.data.shards import text_bytes_of
 PIECE = 100_000
 """Maximum number of characters in a piece. It is limited because a million consecutive spaces
 overflow the stack of some tokenizers."""
+
+_LAST_SPACE = re.compile(r"\s\S*\Z")
 
 LONGEST_PART = 2**26
 """Maximum number of characters between two separators. All of them are in memory at once."""
@@ -98,25 +101,37 @@ def text_document(name: str, text: str, **facts: Any) -> Document:
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """Divide a text in memory into pieces, after line breaks if possible."""
+    """Divide a text in memory into pieces, at borders of words if possible."""
     at = 0
     while len(text) - at > PIECE:
-        end = text.rfind("\n", at, at + PIECE) + 1 or at + PIECE
-        yield text[at:end]
-        at = end
+        piece = text[at : at + PIECE]
+        end = word_border(piece)
+        yield piece[:end]
+        at += end
     if at < len(text):
         yield text[at:]
 
 
+def word_border(text: str) -> int:
+    """The length of a text up to its last border of a word: after the last line break, or if there
+    is none, before the last white space, which most vocabularies store with the next word. The
+    whole length if there is no border."""
+    if end := text.rfind("\n") + 1:
+        return end
+    found = _LAST_SPACE.search(text, 1)
+    return found.start() if found else len(text)
+
+
 def beginning(documents: Iterable[Document], characters: int) -> str:
-    """The first `characters` characters of the documents, which are joined by line breaks."""
+    """At most the first `characters` characters of the documents, which are joined by line breaks.
+    A longer text ends at a border of a word."""
     text = ""
     for document in documents:
         text += "\n" * bool(text)
         for piece in document.pieces():
             text += piece
-            if len(text) >= characters:
-                return text[:characters]
+            if len(text) > characters:
+                return text[: word_border(text[:characters])]
     return text
 
 

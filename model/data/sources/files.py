@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from logitd.model.data.errors import DataError
-from logitd.model.data.sources.document import PIECE, Document
+from logitd.model.data.sources.document import PIECE, Document, word_border
 from logitd.model.data.sources.records import (
     LONGEST_LINE,
     csv_documents,
@@ -177,8 +177,7 @@ def _read(path: Path, name: str) -> Iterator[str]:
                     f"{name} has NUL characters, so it is binary or UTF-16: {ONLY_TEXT}"
                 )
             block = rest + block
-            cut = block.rfind("\n") + 1 if len(block) == PIECE else len(block)
-            cut = cut or len(block)
+            cut = word_border(block) if len(block) == PIECE else len(block)
             yield block[:cut]
             rest = block[cut:]
         if rest:

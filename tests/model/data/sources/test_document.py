@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from logitd.model.data import sources
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import prepare_text
-from logitd.model.data.sources.document import Document, Text, split_documents, text_document
+from logitd.model.data.sources.document import (
+    Document,
+    Text,
+    beginning,
+    split_documents,
+    text_document,
+)
 from logitd.model.data.sources.open_text import open_text
 
 
@@ -43,6 +49,12 @@ def test_split_does_not_depend_on_pieces(parts: list[str], length: int) -> None:
     found = split_documents([Document("a", lambda: iter(pieces))], "<|>")
     expected = [part.strip("\n") for part in text.split("<|>")]
     assert ["".join(d.pieces()) for d in found] == [part for part in expected if part]
+
+
+def test_beginning_ends_at_a_word() -> None:
+    documents = [text_document("a", "one two"), text_document("b", "three four")]
+    for characters, expected in ((100, "one two\nthree four"), (16, "one two\n"), (6, "one")):
+        assert beginning(documents, characters) == expected
 
 
 def test_endless_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,19 @@ def test_text_in_memory_has_the_same_pieces(parts: list[str]) -> None:
     assert all(p.endswith("\n") or "\n" not in p for p in pieces[:-1])
 
 
+@pytest.mark.parametrize("end", ["", " "])
+def test_pieces_of_a_long_line_end_before_white_space(tmp_path: Path, end: str) -> None:
+    """The white space before a word is a part of its token in most vocabularies."""
+    line = "four " * PIECE + "x" * PIECE + end
+    (tmp_path / "a.txt").write_text(line)
+    (document,) = documents_of(tmp_path / "a.txt", "a", "text")
+    pieces = list(document.pieces())
+    assert "".join(pieces) == line
+    assert pieces == list(pieces_of(line))
+    assert all(piece.endswith("r") for piece in pieces[:5])
+    assert max(map(len, pieces)) <= PIECE
+
+
 def test_gzip_is_recognized_by_its_content(tmp_path: Path) -> None:
     for name in ("a.gz", "a.txt", "a"):
         (tmp_path / name).write_bytes(gzip.compress(b"packed"))
