@@ -33,8 +33,8 @@ MIN_TOKENS = 1024
 noise."""
 WINDOW = 128
 READ_BYTES = 2**18
-"""Maximum number of bytes read from a text that is not tokenized yet. The windows are spread evenly
-over them."""
+"""Number of bytes after which a text that is not tokenized yet is read no further. The windows are
+spread evenly over what was read."""
 
 
 def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> tuple[str, Windows]:
@@ -60,9 +60,9 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> tu
     return name, windows
 
 
-def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tuple[str, Shard]:
-    """The name and the tokens of the text held out by the checkpoint's training. At most `at_most`
-    bytes of Python's own text are read."""
+def held_out_text(checkpoint: CheckpointInfo, enough: int = sys.maxsize) -> tuple[str, Shard]:
+    """The name and the tokens of the text held out by the checkpoint's training. Of Python's own
+    text, no more is read after `enough` bytes."""
     require_vocabulary(checkpoint.tokenizer, checkpoint.name)
     if (run := run_of(checkpoint.path)) is not None:
         identity = tokenizer_sha256(checkpoint.tokenizer)
@@ -76,7 +76,7 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
     documents = python_text(Path(sysconfig.get_path("stdlib"))).documents
     names = SpecialNames(checkpoint.tokenizer.special_tokens)
     pieces = _held_out(documents, split_text(documents, _val_fraction(data)), names)
-    return "the validation part of Python's own text", _tokenized(pieces, checkpoint, at_most)
+    return "the validation part of Python's own text", _tokenized(pieces, checkpoint, enough)
 
 
 def _val_fraction(data: Mapping[str, Any]) -> float:
@@ -102,19 +102,19 @@ def _held_out(
             yield pieces
 
 
-def _tokenized(documents: Iterable[Iterable[str]], checkpoint: CheckpointInfo, limit: int) -> Shard:
-    """The tokens of the first `limit` bytes of documents, given as pieces, as a shard in memory."""
+def _tokenized(
+    documents: Iterable[Iterable[str]], checkpoint: CheckpointInfo, enough: int
+) -> Shard:
+    """The tokens of documents, given as pieces, as a shard in memory. The piece that reaches
+    `enough` bytes is the last one, and is whole, because a cut could divide a word."""
     tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
     names = SpecialNames(tokenizer.special_tokens)
     try:
         for pieces in documents:
             for piece in names.pieces(pieces):
-                raw = piece.encode()[:limit]
-                limit -= len(raw)
-                whole = raw.decode(errors="ignore")
-                ids += encode(tokenizer, whole, special_ids=checkpoint.special_ids)
-                size += len(whole.encode())
-                if limit == 0:
+                ids += encode(tokenizer, piece, special_ids=checkpoint.special_ids)
+                size += len(piece.encode())
+                if size >= enough:
                     return Shard(Path(), np.array(ids, dtype=np.int64), size)
             if tokenizer.end_of_text is not None:
                 ids.append(tokenizer.end_of_text)

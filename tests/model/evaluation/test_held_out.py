@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import read_prepared
-from logitd.model.data.sources.document import text_document
+from logitd.model.data.sources.document import PIECE, text_document
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import sides, split_text
 from logitd.model.data.windows import Windows
@@ -64,13 +65,20 @@ def test_short_context_has_shorter_windows(tmp_path: Path) -> None:
     assert batch[0].shape == (WINDOW_TOKENS // 16, 16)
 
 
-@pytest.mark.parametrize("before", ["", "a"])
-def test_only_whole_characters_of_the_first_bytes_are_read(
-    checkpoint: CheckpointInfo, before: str
-) -> None:
-    document = text_document("long", before + "é" * 1000)
-    shard = module._tokenized([document.pieces()], checkpoint, 1000)
-    assert shard.count == 1000 - len(before)
+def test_text_is_read_up_to_a_whole_word(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
+    """The last word was cut at the limit. A vocabulary of words has no such word, or another."""
+    tokenizer, _ = word_tokenizer({0: "north", 1: "northern"}, "here")
+    path = tmp_path / "text.txt"
+    path.write_text("northern\n" * (module.READ_BYTES // 8))
+    _, windows = held_out_windows(replace(checkpoint, tokenizer=tokenizer), path)
+    assert all((inputs == 1).all() and (targets == 1).all() for inputs, targets in windows)
+
+
+@pytest.mark.parametrize(("enough", "pieces"), [(1, 1), (2 * PIECE, 1), (2 * PIECE + 1, 2)])
+def test_no_more_than_enough_is_read(checkpoint: CheckpointInfo, enough: int, pieces: int) -> None:
+    document = text_document("long", "é" * 4 * PIECE)
+    shard = module._tokenized([document.pieces()], checkpoint, enough)
+    assert shard.text_bytes == pieces * 2 * PIECE
 
 
 def test_named_text_may_be_compressed_or_json_lines(
@@ -173,7 +181,7 @@ def test_held_out_part_of_pythons_text_is_the_trainers(tmp_path: Path, val_fract
         for piece in window.split(b"<|endoftext|>"):
             assert piece in whole
     shard = module.held_out_text(info, module.READ_BYTES)[1]
-    assert shard.text_bytes == min(size, module.READ_BYTES)
+    assert shard.text_bytes >= min(size, module.READ_BYTES)
 
 
 def test_record_without_a_share_is_refused(tmp_path: Path) -> None:
