@@ -96,7 +96,7 @@ def test_models_of_words_are_measured_and_tuned(
     assert "the text cannot be encoded: 'dog', at" in capsys.readouterr().err
     tuning = [*tune, "--data", "good.txt", "--steps", "4"]
     assert run([*tuning, "--prompts", "the dog"]) == 1
-    assert "the prompt 'the dog' cannot be encoded: 'dog', at" in capsys.readouterr().err
+    assert "--prompts 'the dog' cannot be encoded: 'dog', at" in capsys.readouterr().err
     assert run(tuning) == 0
     capsys.readouterr()
     assert read_checkpoint(tmp_path / "run" / "best").tokenizer.kind == "words"
