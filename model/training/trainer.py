@@ -41,7 +41,7 @@ from logitd.model.training.run.state import DAMAGE, differences, environment, lo
 from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboard
 from logitd.model.training.setup.base import initial_model
-from logitd.model.training.setup.begin import setup_run
+from logitd.model.training.setup.begin import base_path, setup_run
 from logitd.model.training.step.compile import CompiledLoss, Loss, compiles
 from logitd.model.training.step.flops import flops_per_token, machine_rate
 from logitd.model.training.step.forward import Forward
@@ -463,5 +463,5 @@ class Trainer:
             val_bits_per_byte=last["val_bits_per_byte"],
             reason=reason,
             rank=self.ranks.rank,
-            adapter_of=run.training.config.from_checkpoint if run.training.lora else None,
+            adapter_of=base_path(run.training, run.directory) if run.training.lora else None,
         )

@@ -7,6 +7,7 @@
   samples.txt      samples of the model, oldest first
   step-000500/     checkpoints, ready to be served
   history/         checkpoints that are never removed, if `keep_every` is set
+  base/            the checkpoint that adapters are trained on, if it is another run's
   latest, best     links to the newest checkpoint and to the one with the lowest validation loss
   state/state.pt   the trainer's own state, for an exact resume
   run.lock         names the process that is training the run
@@ -54,6 +55,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data = path / DATA
+        self.base = path / "base"
         self.state = path / "state" / "state.pt"
         self.plot = path / PLOT
         self.history = path / HISTORY

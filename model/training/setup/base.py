@@ -4,6 +4,8 @@
 `model/checkpoint/adapter.py` writes adapters.
 """
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +62,22 @@ def reopen_base(base: Base, path: Path) -> Base:
             f"the current path of {record['name']}, or leave it out"
         )
     return replace(base, checkpoint=info)
+
+
+def keep_base(base: Base, path: Path) -> Base:
+    """Keep the base of adapters in their run, at `path`, and open it there: without the base an
+    adapter is worthless, but the base's own run removes old checkpoints. Raises OSError."""
+    shutil.copytree(base.opened.path, path, copy_function=_link_or_copy)
+    return reopen_base(base, path)
+
+
+def _link_or_copy(source: str, destination: str) -> None:
+    """A hard link takes no space. Files of a checkpoint never change, so both names may share
+    one."""
+    try:
+        os.link(source, destination)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy(source, destination)
 
 
 def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:

@@ -10,8 +10,10 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
+from logitd.model.checkpoint.run_folder import run_of
 from logitd.model.data.batches import RankBatch, rank_batch
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import (
@@ -48,7 +50,7 @@ from logitd.model.training.recording.samples import prompt_ids
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import read_state
-from logitd.model.training.setup.base import open_base, reopen_base
+from logitd.model.training.setup.base import keep_base, open_base, reopen_base
 from logitd.model.training.setup.measure import measure, measure_machine
 from logitd.model.training.step.forward import training_placement
 from logitd.model.training.stopping.length import Counters
@@ -142,6 +144,9 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
     # 3) Tokenize the text, which determines the vocabulary's size and so the model.
     directory = RunDirectory.create(config.run_path)
     try:
+        with directory.preparing():
+            if base is not None and training.lora is not None and run_of(base.opened.path):
+                training = replace(training, base=keep_base(base, directory.base))
         report(Noticed("tokenizing the text"))
         with directory.preparing():
             prepared = prepare_text(
@@ -303,10 +308,15 @@ def _check_prompts(prompts: Sequence[str], text: PreparedText) -> None:
             ) from error
 
 
+def base_path(training: ResolvedTraining, directory: RunDirectory) -> Path | None:
+    """The path of the checkpoint that the run began with: in the run, if it was kept there."""
+    return directory.base if directory.base.exists() else training.config.from_checkpoint
+
+
 def _with_open_base(training: ResolvedTraining, directory: RunDirectory) -> ResolvedTraining:
     """Open the base if its weights are needed: for adapters, or if there is no saved state to
     load."""
-    path = training.config.from_checkpoint
+    path = base_path(training, directory)
     if training.base is None or path is None:
         return training
     if training.lora is None and directory.state.exists():

@@ -250,6 +250,26 @@ def test_run_of_adapters_resumes_only_with_its_base(tune: Tune, base: Path, tmp_
         train(TrainingConfig(out=config.out, resume=True, lora=3))
 
 
+def test_adapters_keep_a_base_that_its_run_removes(tune: Tune, tmp_path: Path) -> None:
+    shape = {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 1, "context_length": 16}
+    given = {"vocab_size": 257, "checkpoint_every": 2, "keep": 1, "eval_every": 100}
+    first = tune(from_checkpoint=None, out=tmp_path / "first", steps=2, **shape, **given)
+    step = train(first).checkpoint.resolve()
+    config = tune(from_checkpoint=first.out, lora=2)
+    _train_until(4, config)
+    train(TrainingConfig(out=first.out, resume=True, steps=8))
+    assert not step.exists()
+    moved = tmp_path / "moved"
+    assert config.out is not None
+    config.out.rename(moved)
+    result = train(TrainingConfig(out=moved, resume=True))
+    assert (result.step, result.adapter_of) == (12, moved / "base")
+    merged = merge(moved / "base", moved, tmp_path / "merged", save_dtype="float32")
+    assert merged.training.base is not None
+    assert merged.training.base["name"] == "first/step-000002"
+    assert not (train(tune(out=tmp_path / "other", lora=2, steps=1)).run / "base").exists()
+
+
 def test_tuned_run_refuses_another_base_when_resumed(tune: Tune, tmp_path: Path) -> None:
     """The state has all weights, so the base was not opened and --from had no effect."""
     config = tune()
