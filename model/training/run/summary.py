@@ -1,7 +1,7 @@
 """Summary: describes a running, interrupted or finished training run from its directory.
 
-Only run.json, metrics.jsonl and samples.txt are read, never the state or a checkpoint. Damaged
-lines are skipped, with a note.
+Only run.json, metrics.jsonl, samples.txt and data/data.json are read, never the state or a
+checkpoint. Damaged lines are skipped, with a note.
 """
 
 import statistics
@@ -13,6 +13,8 @@ from typing import Any
 
 from logitd.model.checkpoint.card_and_curve import METRICS, SAMPLES, read_samples
 from logitd.model.checkpoint.run_folder import RUN, is_run
+from logitd.model.data.shards import DATA, DESCRIPTION
+from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.run.directory import RunDirectory
@@ -30,7 +32,7 @@ class RunSummary:
     preset: str
     base: Mapping[str, Any] | None  # the fine-tuned checkpoint
     parameters: int  # without adapters
-    settings: Mapping[str, Any]  # recipe, shape and adapters
+    settings: Mapping[str, Any]  # recipe, shape, adapters, text and base
     changes: Mapping[str, tuple[Any, Any]]  # values of the preset and the run, if they differ
     finished: bool
     idle_seconds: float  # since something was last written
@@ -75,7 +77,10 @@ def summarize(path: Path) -> RunSummary:
     settings = {**asdict(training.recipe), **model.to_dict(), **asdict(length)}
     if (lora := training.lora) is not None:
         settings |= {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": [*lora.targets]}
+    settings |= _text(path / DATA / DESCRIPTION)
+    settings |= {name: getattr(config, name) for name in ("text_field", "split_at")}
     base = None if training.base is None else training.base.record
+    settings["from"] = None if base is None else base["name"]
     return RunSummary(
         path=path,
         preset=config.preset,
@@ -128,6 +133,19 @@ def _changes(
         for name, value in settings.items()
         if name in before and before[name] != value and (name, value) != ("steps", None)
     }
+
+
+def _text(path: Path) -> dict[str, Any]:
+    """The text of a run, from its description at `path`; nothing if it cannot be read."""
+    try:
+        record = parse_json(read_regular(path, CONFIG_BYTES))["record"]
+        return {
+            "data": record["name"],
+            "data_sha256": record["sha256"][:12],
+            "special_tokens": record.get("special_tokens", "text"),
+        }
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
 
 
 def _last_written(path: Path) -> float:

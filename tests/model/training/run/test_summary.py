@@ -121,3 +121,10 @@ def test_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     (copy / "run.json").write_text('{"config": {}, "recipe": {}}')
     with pytest.raises(TrainingError, match="is not a valid description of a run"):
         summarize(copy)
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"record": {"name": "a", "sha256": 7}}'])
+def test_text_whose_description_is_damaged_is_left_out(copy: Path, damaged: str) -> None:
+    assert summarize(copy).settings["special_tokens"] == "text"
+    (copy / "data" / "data.json").write_text(damaged)
+    assert "data" not in summarize(copy).settings

@@ -14,12 +14,12 @@ from tests.model.conftest import story
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs that differ in a learning rate and in a window."""
+    """Two runs that differ in a learning rate, in a window and in their texts."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "story.txt").write_text(story(300))
-    for name, rate, windows in (("slow", 0.001, None), ("fast", 0.02, (None,))):
+    for seed, name, rate, windows in ((1, "slow", 0.001, None), (2, "fast", 0.02, (None,))):
+        (folder / name).with_suffix(".txt").write_text(story(300, seed))
         config = TrainingConfig(
-            data=(str(folder / "story.txt"),), out=folder / name, matrix_lr=rate, vocab_size=300,
+            data=(f"{folder / name}.txt",), out=folder / name, matrix_lr=rate, vocab_size=300,
             n_layer=1, n_head=1, d_model=16, windows=windows, context_length=16, steps=4,
             batch_size=2, eval_every=100, eval_batches=1, checkpoint_every=100, sample_tokens=3,
             threads=1, dtype="float32", log_every=1,
@@ -67,6 +67,7 @@ def test_several_runs_are_compared(
     assert rows["preset"] == ["tiny", "tiny"]
     assert rows["steps"] == ["4", "4"]
     assert rows["windows"] == ["-", "all"]
+    assert rows["data_sha256"][0] != rows["data_sha256"][1]
     assert rows["tokens"] == ["128", "128"]
     best = [f"{summarize(Path(name)).best_bits_per_byte:.4f}" for name in ("slow", "fast")]
     assert rows["best bits/byte"] == best
