@@ -9,7 +9,8 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,7 @@ from logitd.model.files import whole_file
 MB = 1_000_000
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 """Time limits in seconds: 30 to wait for more data, 10 to connect."""
+GZIP_ENCODINGS = ("gzip", "x-gzip")
 REPORT_EVERY = 2.0
 """Seconds between two progress reports."""
 
@@ -117,10 +119,16 @@ def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> 
         if reply.status_code != 200:
             raise DataError(f"{reply.url} answered {reply.status_code} {reply.reason_phrase}")
         length = reply.headers.get("content-length", "")
-        plain = length.isdecimal() and "content-encoding" not in reply.headers
-        total = int(length) if plain else None
+        encoding = reply.headers.get("content-encoding", "identity").lower()
+        if encoding not in ("identity", *GZIP_ENCODINGS):
+            raise DataError(
+                f"{reply.url} answered with the content-encoding {encoding}, but only gzip is "
+                "supported: download the file and name it with --data"
+            )
+        packed = encoding in GZIP_ENCODINGS
+        total = int(length) if length.isdecimal() and not packed else None
         done, reported = 0, time.monotonic()
-        for block in reply.iter_bytes():
+        for block in _unpacked(reply) if packed else reply.iter_raw():
             done += len(block)
             if max(done, total or 0) > limit:
                 raise DataError(
@@ -131,3 +139,20 @@ def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> 
             if time.monotonic() - reported >= REPORT_EVERY:
                 report(Downloading(str(address), done, total))
                 reported = time.monotonic()
+
+
+def _unpacked(reply: httpx.Response) -> Iterator[bytes]:
+    """The body of a reply with gzip encoding. Raises DataError if it is damaged or incomplete;
+    httpx accepts an incomplete one."""
+    member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        for block in reply.iter_raw():
+            while block:
+                if member.eof:  # a body may have several members
+                    member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+                yield member.decompress(block)
+                block = member.unused_data
+    except zlib.error as error:
+        raise DataError(f"{reply.url} answered with a damaged gzip encoding: {error}") from error
+    if not member.eof:
+        raise DataError(f"{reply.url} answered with an incomplete gzip encoding: try again")

@@ -48,6 +48,14 @@ class Handler(BaseHTTPRequestHandler):
             "/cut.txt": (200, raw, {"content-length": len(raw) + 5}),
             "/lines.jsonl.gz": (200, gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'), {}),
             "/encoded.txt": (200, gzip.compress(raw), {"content-encoding": "gzip"}),
+            "/members.txt": (
+                200,
+                gzip.compress(raw[:999]) + gzip.compress(raw[999:]),
+                {"content-encoding": "x-gzip"},
+            ),
+            "/part.txt": (200, gzip.compress(raw)[:-20], {"content-encoding": "gzip"}),
+            "/damaged.txt": (200, raw, {"content-encoding": "gzip"}),
+            "/brotli.txt": (200, raw, {"content-encoding": "br"}),
         }
         status, body, headers = replies.get(self.path.partition("?")[0], (404, b"no", {}))
         self.send_response(status)
@@ -142,7 +150,7 @@ def test_progress_is_reported_with_and_without_a_length(
     assert line(Downloading("http://a/b", 500_000, None)) == "downloading http://a/b: 0.5 MB"
 
 
-@pytest.mark.parametrize("path", ["/moved.txt", "/encoded.txt"])
+@pytest.mark.parametrize("path", ["/moved.txt", "/encoded.txt", "/members.txt"])
 def test_redirects_and_encodings_are_resolved(server: Server, path: str) -> None:
     assert get(server.address + path).path.read_text(encoding="utf-8") == STORY
 
@@ -160,6 +168,9 @@ def test_downloaded_compressed_file_keeps_its_suffix(server: Server) -> None:
         ("/circle.txt", "TooManyRedirects"),
         ("/ftp.txt", "UnsupportedProtocol"),
         ("/cut.txt", "RemoteProtocolError"),
+        ("/part.txt", "incomplete gzip"),
+        ("/damaged.txt", "damaged gzip"),
+        ("/brotli.txt", "content-encoding br.*only gzip"),
     ],
 )
 def test_failed_download_is_explained_and_leaves_nothing(
