@@ -294,7 +294,7 @@ def resolve_resumed(
         return training
     _refuse_ended(given, training.length, saved)
     done = training.length.done(saved)
-    was = lr_scale(before.recipe, saved.step, before.length.done(saved), before.rewarming)
+    was = lr_scale(before.recipe, saved.step, before.length.scheduled(saved), before.rewarming)
     if lr_scale(training.recipe, saved.step, done) <= was:
         return replace(training, rewarming=None)
     return replace(training, rewarming=Rewarming(done=done, scale=was, span=REWARMING * (1 - done)))

@@ -90,6 +90,12 @@ class Length:
         by_steps = counters.step / self.steps if self.steps else 0.0
         return min(1.0, max(by_steps, self._share(counters)))
 
+    def scheduled(self, counters: Counters) -> float:
+        """The share by which the learning rate has fallen. It differs from `done` if the clock
+        ended the run after its only step, before a pace was known and a share planned."""
+        unplanned = self.is_over_by_clock(counters) and not counters.pace
+        return counters.share if unplanned else self.done(counters)
+
     def plan(self, counters: Counters, tasks: float) -> Counters:
         """The counters, with `share` set to the share of the minutes that the run should have
         completed after the next step. In a new run `share` is 0 until the pace is known."""

@@ -128,6 +128,16 @@ def test_length_that_cannot_be_reached_is_refused(
         resolve_resumed(config, before, saved)
 
 
+def test_learning_rate_of_a_single_step_that_the_clock_ended_has_not_fallen() -> None:
+    before = resolve(TrainingConfig(minutes=1))
+    saved = Counters(step=1, seconds=70.0, setup=65.0, minutes=1.0)
+    assert resolve_resumed(TrainingConfig(resume=True, minutes=9), before, saved).rewarming is None
+    planned = replace(saved, step=20, pace=0.1, share=1.0)
+    longer = resolve_resumed(TrainingConfig(resume=True, minutes=9), before, planned)
+    assert longer.rewarming is not None
+    assert longer.rewarming.scale == 0
+
+
 @pytest.mark.parametrize(("steps", "rises"), [(200, True), (100, False), (50, False)])
 def test_learning_rate_of_a_lengthened_run_rises_without_a_jump(steps: int, rises: bool) -> None:
     before = resolve(TrainingConfig(steps=100))
