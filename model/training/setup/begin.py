@@ -242,6 +242,14 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
         report(Prepared(text.record, text.tokenizer.vocab_size))
         for notice in _text_notices(text):
             report(Noticed(notice))
+        if config.chat_template and training.config.special_tokens == "auto" and _has_names(text):
+            report(
+                Noticed(
+                    "the chat template produces special tokens as ids, but this run's text has "
+                    "their names as plain text, which a resumed run cannot change: to train on "
+                    "the ids, start a new run with --chat-template"
+                )
+            )
         with directory.preparing():
             directory.write_training(training)
     except BaseException:
@@ -380,6 +388,11 @@ def _notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
             f"{dropout_of(often, model.vocab_size):g}, or replace --preset by --minutes, which "
             "chooses both"
         )
+
+
+def _has_names(text: PreparedText) -> bool:
+    """True if names of special tokens occur in the text as plain text."""
+    return bool(text.record.get("special_names")) and not text.special_ids
 
 
 def _text_notices(text: PreparedText) -> Iterator[str]:

@@ -201,6 +201,19 @@ def test_names_of_special_tokens_in_a_text_are_reported(
     assert info.special_ids is special_ids, "so it is evaluated in the same way"
 
 
+@pytest.mark.parametrize("special_tokens", ["auto", "ids", "text"])
+def test_chat_template_of_a_resumed_run_does_not_change_its_text(
+    configure: Configure, tmp_path: Path, special_tokens: str
+) -> None:
+    path, template = tmp_path / "t.txt", tmp_path / "chat.jinja"
+    path.write_text(story(300).replace("\n", "\n<|endoftext|>\n"))
+    template.write_text("{{ eos_token }}")
+    config = configure(data=(str(path),), steps=1, special_tokens=special_tokens)
+    train(config)
+    told = notices(TrainingConfig(out=config.out, resume=True, chat_template=template))
+    assert ("start a new run with --chat-template" in told) is (special_tokens == "auto")
+
+
 def test_names_at_which_a_text_is_split_are_not_reported(
     configure: Configure, tmp_path: Path
 ) -> None:
