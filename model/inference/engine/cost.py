@@ -63,7 +63,8 @@ SHORTEST_PASS = 128
 """Lowest price of one pass of an attribution, in prompt tokens."""
 MOST_CHANGED = 2**27
 """Limit of the elements that a request's interventions cost in one block of positions, and in one
-generated row. A step computes at least that much, so the limit bounds its time. Outputs and
+generated row. A model with more parameters allows one element for each, which takes about as long
+as its pass. A step computes at least that much, so the limit bounds its time. Outputs and
 features need no limit, because the model's shape already bounds their number in a block."""
 
 

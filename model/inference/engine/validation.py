@@ -32,6 +32,7 @@ from logitd.model.inference.interventions import PARAM, check_interventions
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
+from logitd.model.transformer.size import parameter_count
 from logitd.model.transformer.stages import match_stages
 
 
@@ -122,10 +123,10 @@ def check_count(param: str, count: int | None, vocab_size: int, least: int = 0) 
 def _check_changes(request: Request, config: ModelConfig) -> None:
     """Raise InvalidRequest if the interventions would make a single step too long."""
     count, changed = len(request.interventions), step_cost(request, config).changed
-    if changed > MOST_CHANGED:
+    if changed > (most := max(MOST_CHANGED, parameter_count(config))):
         raise InvalidRequest(
             f"{pluralize(count, 'intervention')}, one for each chosen layer, would cost {changed} "
-            f"elements in one step, but the limit is {MOST_CHANGED}. Send fewer interventions, or "
+            f"elements in one step, but the limit is {most}. Send fewer interventions, or "
             "choose fewer layers, heads or directions",
             PARAM,
         )

@@ -30,6 +30,7 @@ from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.size import parameter_count
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,
     Driven,
@@ -204,6 +205,19 @@ def test_limit_of_changes_in_one_step(request_: Any, positions: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"{len(most) + 1} .*{MOST_CHANGED}\b") as refused:
         check_request(replace(request_, interventions=(*most, change)), SHAPE)
     assert refused.value.param == "interventions"
+
+
+def test_larger_model_allows_an_element_for_each_parameter() -> None:
+    """The pass of a large model takes long, too; one change of each layer may exceed 2^27."""
+    large = replace(SHAPE, n_layer=40, d_model=4096, d_ff=16_384)
+    change = replace(ZERO, along=np.ones(large.d_model, np.float32), positions="all")
+    request = generation("a", PROMPT, max_tokens=1)
+    each = step_cost(replace(request, interventions=(change,)), large).changed
+    most = (change,) * (parameter_count(large) // each)
+    assert len(most) * each > MOST_CHANGED
+    check_request(replace(request, interventions=most), large)
+    with pytest.raises(InvalidRequest, match=rf"limit is {parameter_count(large)}\b"):
+        check_request(replace(request, interventions=(*most, change)), large)
 
 
 def test_processed_logits_cost_their_elements() -> None:
