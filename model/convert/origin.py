@@ -68,9 +68,8 @@ def record_of_import(
 
 
 def record_of_code(code: OwnerCode) -> dict[str, Any]:
-    """What a training record says about the owner's code. The hash covers the Python files in the
-    folder of that code, the expression that creates the model, and the call that returns
-    logits."""
+    """The entries of a training record for the owner's code. The hash covers all Python files in
+    its folder, the expression that creates the model, and the call that returns logits."""
     digest = hashlib.sha256(f"{code.expression}\n{code.call}".encode())
     for path in sorted(code.file.absolute().parent.glob("*.py")):
         digest.update(os.fsencode(path.name) + path.read_bytes())

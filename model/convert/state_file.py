@@ -251,8 +251,8 @@ def tensors_left_out(path: Path, whole: Mapping[Any, Any], key: str) -> list[str
     inner = (name for state in outside.values() for name in state)
     if adapter := next((name for name in (*loose, *inner) if "lora_" in name.lower()), None):
         raise ConvertError(
-            f"{path} has an adapter beside its state dict ({adapter}), which is not imported: add "
-            "it to the weights that it adapts and save them alone, or remove it from a copy"
+            f"{path} contains an adapter ({adapter}) in addition to the state dict. Adapters are "
+            "not imported: merge it into the weights, or remove it from a copy of the file"
         )
     shown = [f"{name} ({pluralize(len(state), 'tensor')})" for name, state in outside.items()]
     shown += [f"{name} {list(tensor.shape)}" for name, tensor in loose.items()]

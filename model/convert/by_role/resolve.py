@@ -108,12 +108,13 @@ def _by_logits(
         )
     if (edge := search.mean(best, "thorough")) > objective.tolerance:
         raise ConvertError(
-            f"{tensors.where}: random ids match the logits of {objective.name}, but for the first "
-            "and last ids of the vocabulary, its special ones, and numbers in the settings and the "
-            f"code they differ by {edge:.3g}; the limit is {objective.tolerance:.1g}. The owner's "
-            "code treats an id, such as padding or an end of text, in its own way. If no text "
-            "contains this id, remove that from a copy of the code; otherwise, serve the owner's "
-            "class with --run-code"
+            f"{tensors.where}: the logits of {objective.name} match for random ids, but differ by "
+            f"{edge:.3g} for ids that may be special: the first and last ids of the vocabulary, "
+            "its special tokens, and numbers in the settings and the code. The limit is "
+            f"{objective.tolerance:.1g}. The owner's code probably treats one of them, such as "
+            "padding or the end of text, differently. If no text contains this id, remove the "
+            "special case from a copy of the code; otherwise, serve the owner's class with "
+            "--run-code"
         )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)

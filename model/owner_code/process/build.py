@@ -219,15 +219,15 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
             asked.update(name.lower() for name, _ in read_defaults(file))
             _refuse_unpassed(request, asked)
             names = {**attempt.names, **record(file, request.expressions, module)}
-            given = attempt.values.keys() | attempt.over.keys() | attempt.kept.keys()
+            known = {**attempt.values, **attempt.over}
             for name, value in list(vars(module).items()):
                 if request.doubtful.get(name.lower(), value) != value:
                     attempt.keep(name, value)
                 for flag, own in flags_of(value).items():
                     asked.add(flag.lower())
-                    if flag.lower() not in given or attempt.values[flag.lower()] != own:
+                    if flag.lower() not in known or known[flag.lower()] != own:
                         attempt.keep(flag, own)
-            given |= attempt.kept.keys()
+            given = known.keys() | attempt.kept.keys()
             for name, default in read_defaults(file):
                 if name not in given and name.lower() not in given:
                     attempt.keep(name, default)

@@ -278,7 +278,7 @@ def test_tensors_outside_the_state_dict_are_named(tmp_path: Path) -> None:
     (left_out,) = file.left_out
     assert left_out.endswith(f"averages ({len(STATE)} tensors), prompt [3, 5]")
     adapter = {f"{name}.lora_A": torch.ones(2, 7) for name in STATE}
-    with pytest.raises(ConvertError, match="has an adapter beside its state dict"):
+    with pytest.raises(ConvertError, match="contains an adapter"):
         read_state_file(saved(tmp_path / "m.pt", {"model": STATE, "lora": adapter}))
 
 

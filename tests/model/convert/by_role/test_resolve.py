@@ -142,7 +142,7 @@ def test_difference_at_special_ids_is_refused() -> None:
     logits, edge = (given_logits(scheme, model, each) for each in (ids, edge_ids))
     agreeing = LogitsObjective("its class", ids, logits, edge_ids=edge_ids, edge=edge)
     assert "logits of its class" in resolve(tensors, findings(tensors), agreeing).verified
-    sentence = "the first and last ids of the vocabulary.* differ by 0.05.* --run-code"
+    sentence = "differ by 0.05.* the first and last ids of the vocabulary.* --run-code"
     with pytest.raises(ConvertError, match=sentence):
         resolve(tensors, findings(tensors), replace(agreeing, edge=edge + 0.05))
 
