@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from logitd.model.data.shards import (
 )
 from logitd.model.data.sources.document import Text
 from logitd.model.data.special_names import SpecialNames
-from logitd.model.data.split import Side, Split, sides, split_text
+from logitd.model.data.split import Side, Split, lot_of, sides, split_text
 from logitd.model.data.vocabulary import (
     check,
     encode,
@@ -132,6 +132,7 @@ def prepare_text(
         "train_tokens": train.count,
         "val_tokens": val.count,
         "built_in": text.built_in,
+        **({"python_split": _python_split(text, split)} if text.python else {}),
         "python": sys.version.split()[0],
         "special_tokens": "ids" if special_ids else "text",
         **({"special_names": dict(found.names)} if found.names else {}),
@@ -143,6 +144,12 @@ def prepare_text(
     document = {"record": record, "shards": shards, **tokenizer.description()}
     write_whole(folder / DESCRIPTION, (json.dumps(document, indent=2) + "\n").encode())
     return PreparedText(tokenizer, train, val, record)
+
+
+def _python_split(text: Text, split: Split) -> dict[str, Any]:
+    """What finds the held-out part of Python's own text again, without the rest of the text."""
+    lots = {lot_of([each.name.encode()]) for each in text.documents if each.drawn_by_name}
+    return replace(split, divided=split.divided & lots).description()
 
 
 def text_sha256(text: Text, tokenizer: Tokenizer) -> str:

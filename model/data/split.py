@@ -12,9 +12,9 @@ different sides.)
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -43,6 +43,19 @@ class Split:
         if lot in self.divided:
             return int(size * (1 - self.val_fraction))
         return 0 if lot < self.below else size
+
+    def description(self) -> dict[str, Any]:
+        """The lots as JSON: each as the 16 hexadecimal digits that its sha256 begins with."""
+        return {
+            "below": f"{self.below:016x}",
+            "divided": [f"{lot:016x}" for lot in sorted(self.divided)],
+        }
+
+    @classmethod
+    def described(cls, val_fraction: float, description: Mapping[str, Any]) -> Self:
+        """Read what `description` returned. Raises KeyError, TypeError or ValueError."""
+        divided = frozenset(int(digits, 16) for digits in description["divided"])
+        return cls(val_fraction, divided, int(description["below"], 16))
 
 
 def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Split:

@@ -68,15 +68,26 @@ def held_out_text(checkpoint: CheckpointInfo, enough: int = sys.maxsize) -> tupl
         identity = tokenizer_sha256(checkpoint.tokenizer)
         return "the run's validation text", open_shard(run / DATA / "val.tokens", identity)
     data = checkpoint.training.data
-    if data.get("built_in") is not True:
+    if data.get("built_in") is not True and "python_split" not in data:
         raise DataError(
             "the checkpoint has no held-out text, because it is not in a run directory and was not "
             "trained on Python's own text"
         )
     documents = python_text(Path(sysconfig.get_path("stdlib"))).documents
     names = SpecialNames(checkpoint.tokenizer.special_tokens)
-    pieces = _held_out(documents, split_text(documents, _val_fraction(data)), names)
+    pieces = _held_out(documents, _split(data, documents), names)
     return "the validation part of Python's own text", _tokenized(pieces, checkpoint, enough)
+
+
+def _split(data: Mapping[str, Any], documents: Iterable[Document]) -> Split:
+    """The split of Python's own text in a training, which may have had other text too."""
+    share = _val_fraction(data)
+    if "python_split" not in data:  # older records, of Python's own text alone
+        return split_text(documents, share)
+    try:
+        return Split.described(share, data["python_split"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the checkpoint's python_split cannot be read: {error!r}") from error
 
 
 def _val_fraction(data: Mapping[str, Any]) -> float:

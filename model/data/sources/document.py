@@ -78,6 +78,7 @@ class Text:
     licence: str
     documents: Iterable[Document]
     built_in: bool = False  # only Python's own text
+    python: bool = False  # contains Python's own text, in whole documents
     downloads: Sequence[Mapping[str, Any]] = ()  # url, sha256 and bytes of each file
     shards: Sequence[Path] = ()
 

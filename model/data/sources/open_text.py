@@ -93,6 +93,7 @@ def open_text(
         name=name,
         licence="; ".join([*(text.licence for text in built_in), *([licence] if paths else [])]),
         documents=documents,
+        python=bool(built_in) and not split_at,
         downloads=[file.record() for file in downloads],
     )
 

@@ -41,6 +41,7 @@ def python_text(stdlib: Path) -> Text:
         licence="PSF-2.0 (Python Software Foundation License Version 2)",
         documents=documents,
         built_in=True,
+        python=True,
     )
 
 

@@ -13,8 +13,9 @@ import pytest
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.convert.vocabulary.words import word_tokenizer
 from logitd.model.data.errors import DataError
-from logitd.model.data.prepare import read_prepared
+from logitd.model.data.prepare import prepare_text, read_prepared
 from logitd.model.data.sources.document import PIECE, text_document
+from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import sides, split_text
 from logitd.model.data.windows import Windows
@@ -182,6 +183,47 @@ def test_held_out_part_of_pythons_text_is_the_trainers(tmp_path: Path, val_fract
             assert piece in whole
     shard = module.held_out_text(info, module.READ_BYTES)[1]
     assert shard.text_bytes >= min(size, module.READ_BYTES)
+
+
+@pytest.mark.parametrize("val_fraction", [0.03, 0.3])
+def test_held_out_part_of_pythons_text_is_found_beside_other_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, val_fraction: float
+) -> None:
+    """A split of Python's own text alone would hold out other documents. With the small share the
+    largest of them is divided."""
+    library, other = tmp_path / "library", tmp_path / "other"
+    for folder, sizes in ((library, [20_000, *range(200, 1400, 30)]), (other, range(100, 900, 20))):
+        folder.mkdir()
+        for number, size in enumerate(sizes):
+            (folder / f"m{number:02}.py").write_text(f"# {number}\n{story(size, number)[:size]}\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
+    prepared = prepare_text(
+        open_text(("builtin:python", str(other))),
+        tmp_path / "data",
+        vocab_size=259,
+        val_fraction=val_fraction,
+    )
+    data = {**prepared.record, "name": "x"}
+    info = save_tiny_checkpoint(tmp_path / "moved", training=training_record(data=data))
+    end = "<|endoftext|>"
+    decode = prepared.tokenizer.decode
+    found = info.tokenizer.decode(module.held_out_text(info)[1].tokens.tolist()).split(end)
+    trained = [Path(file).read_text() for file in other.iterdir()]
+    held_out = decode(prepared.val.tokens.tolist()).split(end)
+    assert sorted(found) == sorted(text for text in held_out if text not in trained)
+    assert len(found) > 1
+    alone = dict(data, built_in=True)
+    del alone["python_split"]
+    older = save_tiny_checkpoint(tmp_path / "older", training=training_record(data=alone))
+    assert module.held_out_text(older)[1].count != module.held_out_text(info)[1].count
+
+
+@pytest.mark.parametrize("split", [{}, {"below": 1, "divided": []}, {"below": "x", "divided": []}])
+def test_unreadable_record_of_the_split_is_refused(tmp_path: Path, split: Any) -> None:
+    data: dict[str, Any] = {"name": "x", "licence": "y", "val_fraction": 0.1, "python_split": split}
+    info = save_tiny_checkpoint(tmp_path / "python", training=training_record(data=data))
+    with pytest.raises(DataError, match="python_split cannot be read"):
+        held_out_windows(info)
 
 
 def test_record_without_a_share_is_refused(tmp_path: Path) -> None:
