@@ -8,15 +8,13 @@ as one batch of B * A or as A batches of B, in one process or in several. The se
 depends only on (seed, sequence number).
 
 The text is not copied: a window is read from the shard, document by document. Each document takes 8
-bytes of memory, plus 16 bytes for each pass in memory. At most two passes are in memory. `Batches`
-scans the shard once, when it is created, to find the ends of documents.
+bytes of memory, plus 16 bytes for each pass in memory. At most two passes are in memory.
 
 Shapes: B sequences, T = window.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +23,6 @@ from torch import Tensor
 
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
-
-SCANNED = 2**22
-"""Number of tokens read at a time when the shard is searched for the ends of documents."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,8 @@ class _Pass:
 
 
 class Batches:
-    """The windows of a shard in training order. `end_of_text` is the id that ends a document."""
+    """The windows of a shard in training order. `end_of_text` ends the documents of a shard that
+    does not list them."""
 
     def __init__(self, shard: Shard, *, window: int, seed: int, end_of_text: int) -> None:
         if shard.count < window + 1:
@@ -51,7 +47,7 @@ class Batches:
         self._shard = shard
         self._window = window
         self._seed = seed
-        self._ends = document_ends(shard.tokens, end_of_text)
+        self._ends = shard.document_ends(end_of_text)
         self._pass = lru_cache(maxsize=2)(self._draw_pass)
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -86,17 +82,6 @@ class Batches:
         documents = generator.permutation(len(self._ends))
         lengths = np.diff(self._ends, prepend=0)
         return _Pass(offset, windows, documents, np.cumsum(lengths[documents]))
-
-
-def document_ends(tokens: npt.NDArray[Any], end_of_text: int) -> npt.NDArray[np.int64]:  # (D,)
-    """The index after the last token of each document. The tokens after the last `end_of_text`, if
-    any, are one more document."""
-    ends = [
-        first + 1 + np.flatnonzero(tokens[first : first + SCANNED] == end_of_text)
-        for first in range(0, len(tokens), SCANNED)
-    ]
-    found = np.concatenate(ends)
-    return found if found.size and found[-1] == len(tokens) else np.append(found, len(tokens))
 
 
 @dataclass(frozen=True)

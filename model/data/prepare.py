@@ -238,6 +238,7 @@ def _tokenize(
         digest.update(b"\0")
         for side in touched:
             writers[side].append([tokenizer.end_of_text], 0)
+            writers[side].end_document()
     return digest.hexdigest(), count, found
 
 

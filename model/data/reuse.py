@@ -2,8 +2,7 @@
 
 A shard named val.tokens is validation text and all others are training text, as in the run that
 wrote them. If there is no val.tokens, documents are held out by the rule of `split.py`, applied to
-their ids instead of their bytes; END_OF_TEXT ends a document. Every id is checked before it is
-copied.
+their ids instead of their bytes. Every id is checked before it is copied.
 """
 
 import hashlib
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from logitd.model.data.batches import document_ends
 from logitd.model.data.shards import Shard, ShardWriter, open_shard, outside
 from logitd.model.data.split import Side, lot_of, plan_split
 from logitd.model.data.vocabulary import tokenizer_sha256
@@ -41,9 +39,7 @@ def reuse_shards(
     assert end_of_text is not None
     for shard in shards:
         _check_ids(shard, tokenizer.vocab_size)
-    ends: list[list[int]] = [
-        document_ends(shard.tokens, end_of_text).tolist() if shard.count else [] for shard in shards
-    ]
+    ends = [shard.document_ends(end_of_text) for shard in shards]
     count, lengths = sum(map(len, ends)), byte_lengths(tokenizer)
 
     def write(side: Side, ids: Ids) -> None:
@@ -51,13 +47,15 @@ def reuse_shards(
             writers[side].append(part, int(lengths[part].sum()))
 
     if any(path.name == VALIDATION for path in paths):
-        for shard in shards:
-            write("val" if shard.path.name == VALIDATION else "train", shard.tokens)
+        for shard, borders in zip(shards, ends, strict=True):
+            side: Side = "val" if shard.path.name == VALIDATION else "train"
+            writers[side].ends.extend((writers[side].count + borders).tolist())
+            write(side, shard.tokens)
         return count
 
     def documents() -> Iterator[tuple[int, Ids]]:
         for shard, borders in zip(shards, ends, strict=True):
-            for start, end in pairwise([0, *borders]):
+            for start, end in pairwise([0, *borders.tolist()]):
                 ids = shard.tokens[start:end]
                 yield lot_of(part.astype("<u4").tobytes() for part in _chunks(ids)), ids
 
@@ -68,6 +66,8 @@ def reuse_shards(
         if 0 < cut < len(ids):
             writers["train"].append([end_of_text], 0)
         write("val", ids[cut:])
+        for writer in writers.values():
+            writer.end_document()
     return count
 
 

@@ -1,10 +1,12 @@
 """Shards: token ids on disk, which are memory-mapped, so that a text may be larger than memory.
 
-A shard consists of a header of 64 bytes and the ids. All numbers are little-endian; an id has 2
-bytes for vocabularies up to 65,536, else 4. The header:
+A shard consists of a header of 64 bytes, the ids, the number of documents (8 bytes) and for each
+document the index after its last id (8 bytes). All numbers are little-endian; an id has 2 bytes for
+vocabularies up to 65,536, else 4. Shards of version 1 have no documents; the end of text ends them.
+The header:
 
   8 bytes   magic "LOGITDTK"
-  4 bytes   version, 1
+  4 bytes   version, 2
   4 bytes   bytes per id
   8 bytes   number of ids
   8 bytes   number of bytes of their text, without separators
@@ -15,6 +17,7 @@ In a run, `data.json` lists the sha256 of each shard (`prepare.py`).
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +36,11 @@ DESCRIPTION = "data.json"
 """File in that folder that describes the text."""
 
 MAGIC = b"LOGITDTK"
-VERSION = 1
+VERSION = 2
+WITHOUT_DOCUMENTS = 1
 HEADER = struct.Struct("<8sIIQQ32s")
+SCANNED = 2**22
+"""Number of ids read at a time when a shard without documents is searched for their ends."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +50,34 @@ class Shard:
     path: Path
     tokens: npt.NDArray[Any]  # (count,), uint16 or uint32, read only
     text_bytes: int
+    ends: npt.NDArray[np.int64] | None = None  # (D,), index after the last id of each document
 
     @property
     def count(self) -> int:
         return len(self.tokens)
 
+    def document_ends(self, end_of_text: int) -> npt.NDArray[np.int64]:  # (D,)
+        """The index after the last id of each document. The ids after the last end, if any, are one
+        more document. Without a list of documents, the id `end_of_text` ends each."""
+        found = self.ends
+        if found is None:
+            parts = (self.tokens[at : at + SCANNED] for at in range(0, self.count, SCANNED))
+            ends = [
+                at * SCANNED + 1 + np.flatnonzero(p == end_of_text) for at, p in enumerate(parts)
+            ]
+            found = np.concatenate([np.empty(0, np.int64), *ends])
+        whole = not self.count or (found.size and found[-1] == self.count)
+        return found if whole else np.append(found, self.count)
+
 
 class ShardWriter:
-    """Appends ids to a shard opened by `write_shard`."""
+    """Appends ids to a shard opened by `write_shard`. `ends` is the index after the last id of each
+    document."""
 
     def __init__(self, file: BinaryIO, vocab_size: int) -> None:
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self.count = self.text_bytes = 0
+        self.ends = array("q")
         self._file, self._vocab_size = file, vocab_size
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[Any], text_bytes: int) -> None:
@@ -69,6 +91,11 @@ class ShardWriter:
         self.count += ids.size
         self.text_bytes += text_bytes
 
+    def end_document(self) -> None:
+        """Begin a new document with the next ids, if any were appended to this one."""
+        if self.count > (self.ends[-1] if self.ends else 0):
+            self.ends.append(self.count)
+
 
 @contextmanager
 def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iterator[ShardWriter]:
@@ -79,6 +106,8 @@ def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iter
         writer = ShardWriter(file, vocab_size)
         yield writer
         width, count, text_bytes = writer.dtype.itemsize, writer.count, writer.text_bytes
+        file.write(len(writer.ends).to_bytes(8, "little"))
+        file.write(np.array(writer.ends, dtype="<i8").tobytes())
         file.seek(0)
         file.write(HEADER.pack(MAGIC, VERSION, width, count, text_bytes, tokenizer_sha256))
 
@@ -97,34 +126,43 @@ def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str)
 def text_bytes_of(path: Path) -> int:
     """Number of bytes of text that a shard encodes. The shard may be written by any tokenizer.
     Raises DataError."""
-    return _header(path)[2]
+    return _header(path)[3]
 
 
-def _header(path: Path) -> tuple[int, int, int, bytes]:
-    """Read bytes per id, number of ids, bytes of text, and sha256 of the tokenizer."""
+def _header(path: Path) -> tuple[int, int, int, int, bytes]:
+    """Read version, bytes per id, number of ids, bytes of text, and sha256 of the tokenizer."""
     size = path.stat().st_size if path.is_file() else -1
     if size < HEADER.size:
         raise DataError(f"{path} is missing or too short to be a shard")
     with path.open("rb") as file:
         magic, version, width, count, text_bytes, sha256 = HEADER.unpack(file.read(HEADER.size))
-    if magic != MAGIC or version != VERSION or width not in (2, 4):
+    if magic != MAGIC or version not in (WITHOUT_DOCUMENTS, VERSION) or width not in (2, 4):
         raise DataError(
             f"{path} begins with {magic!r}, version {version}, {width} bytes per id; this version "
-            f"of logitd reads {MAGIC!r}, version {VERSION}, 2 or 4 bytes"
+            f"of logitd reads {MAGIC!r}, version {WITHOUT_DOCUMENTS} or {VERSION}, 2 or 4 bytes"
         )
-    return width, count, text_bytes, sha256
+    return version, width, count, text_bytes, sha256
 
 
 def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
     """Map a shard into memory. Raises DataError if it is truncated or belongs to another tokenizer,
     or if its sha256 is not the one that the description in its folder lists."""
-    width, count, text_bytes, sha256 = _header(path)
-    size = path.stat().st_size
-    if size != HEADER.size + width * count:
+    version, width, count, text_bytes, sha256 = _header(path)
+    ends_at = HEADER.size + width * count
+    size, expected, ends = path.stat().st_size, ends_at, None
+    if version != WITHOUT_DOCUMENTS:
+        with path.open("rb") as file:
+            file.seek(ends_at)
+            expected += 8 + 8 * int.from_bytes(file.read(8), "little")
+            if size == expected:
+                ends = np.frombuffer(file.read(), dtype="<i8")
+    if size != expected:
         raise DataError(
-            f"{path} has {size} bytes, but its header says that {count} ids take "
-            f"{HEADER.size + width * count}: it is truncated"
+            f"{path} has {size} bytes, but its header says that {count} ids and their documents "
+            f"take {expected}: it is truncated"
         )
+    if ends is not None and not (np.diff(ends, prepend=0, append=count + 1) > 0).all():
+        raise DataError(f"{path} is damaged: the ends of its documents are not in ascending order")
     if sha256 != tokenizer_sha256:
         raise DataError(
             f"{path} was written by another tokenizer (sha256 {sha256.hex()[:12]}..., the run's "
@@ -137,9 +175,9 @@ def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
             "file was changed or damaged. Restore it from a copy, or train a new run"
         )
     if count == 0:  # an empty file cannot be mapped
-        return Shard(path, np.empty(0, dtype=f"<u{width}"), text_bytes)
+        return Shard(path, np.empty(0, dtype=f"<u{width}"), text_bytes, ends)
     tokens = np.memmap(path, dtype=f"<u{width}", mode="r", offset=HEADER.size, shape=(count,))
-    return Shard(path, tokens, text_bytes)
+    return Shard(path, tokens, text_bytes, ends)
 
 
 def shard_sha256(path: Path) -> str:

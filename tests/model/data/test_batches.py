@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.data.batches import Batches, document_ends, noise_seed, rank_batch
+from logitd.model.data.batches import Batches, noise_seed, rank_batch
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
@@ -72,13 +72,6 @@ def test_windows_of_a_pass_equal_windows_of_the_shuffled_documents(
         start = (offset + index * 16) % (len(text) - 16)
         assert inputs.tolist() == text[start : start + 16].tolist()
         assert targets.tolist() == text[start + 1 : start + 17].tolist()
-
-
-def test_scan_in_parts_finds_every_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("logitd.model.data.batches.SCANNED", 4)
-    tokens = np.array([1, 0, 1, 0, 0, 2, 2, 0, 3])
-    assert document_ends(tokens, END).tolist() == [2, 4, 5, 8, 9]
-    assert document_ends(tokens[:-1], END).tolist() == [2, 4, 5, 8]
 
 
 def test_text_shorter_than_a_window_is_refused() -> None:

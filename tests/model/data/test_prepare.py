@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
@@ -81,6 +82,31 @@ def test_conversation_has_the_ids_that_serving_sends(tmp_path: Path) -> None:
         False,
         prepared.record["special_names"],
     )
+
+
+def test_turns_of_a_conversation_are_not_documents(tmp_path: Path) -> None:
+    """The id that ends a turn also ends a document: in each pass documents change places, but turns
+    must not."""
+    tokenizer = chat_tokenizer()
+    turns = "<|im_start|>user\n{0}?<|im_end|>\n<|im_start|>assistant\n{0}!<|im_end|>\n"
+    texts = [turns.format(number) for number in range(40)]
+    folder = tmp_path / "text"
+    prepared = prepare(text_of(*texts), folder, vocabulary=tokenizer, special_ids=True)
+    assert tokenizer.end_of_text is not None
+    again = open_text([str(folder)], licence="CC0")
+    reused = prepare(again, tmp_path / "reused", vocabulary=tokenizer, special_ids=True)
+    (folder / "val.tokens").unlink()
+    divided = prepare(again, tmp_path / "divided", vocabulary=tokenizer, special_ids=True)
+    found = []
+    for one in (prepared, reused, divided):
+        shards = [one.train, one.val]
+        for shard in shards:
+            ends = shard.document_ends(tokenizer.end_of_text)
+            parts = np.split(shard.tokens, ends[:-1])
+            found.append([tokenizer.decode(part[:-1].tolist()) for part in parts])
+    assert sorted(found[0] + found[1]) == sorted(texts)
+    assert found[2:4] == found[:2]
+    assert sorted(found[4] + found[5]) == sorted(found[0])
 
 
 def test_name_at_a_border_of_pieces_or_at_the_held_out_cut_stays_whole(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def write(path: Path, documents: list[bytes], *, ended: bool = True) -> Path:
             shard.append(list(document), len(document))
             if ended or number < len(documents) - 1:
                 shard.append([END], 0)
+            shard.end_document()
     return path
 
 
