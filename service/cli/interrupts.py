@@ -1,5 +1,5 @@
 """Interrupts: makes Ctrl-C and SIGTERM during imports end the process immediately. After the
-imports, SIGTERM ends it after removing unfinished files.
+imports, SIGTERM ends it after removing unfinished files. Postpones SIGHUP while a server starts.
 
 Importing takes seconds. This module is imported first, so it imports only the standard library.
 """
@@ -33,6 +33,12 @@ def quits_when_interrupted() -> Iterator[None]:
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
+
+
+def postpone_hangups() -> None:
+    """Block SIGHUP, in this thread and those that it starts. A server unblocks it when it can
+    handle it. Until then it would end the process."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 @contextmanager

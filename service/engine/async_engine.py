@@ -94,9 +94,13 @@ class AsyncEngine:
 
     def stalled(self) -> float | None:
         """The duration of the current step in seconds if it exceeds `stall_timeout`, else None."""
-        began = self._driver.step_began
-        seconds = 0.0 if began is None else time.monotonic() - began
+        seconds = self.step_seconds()
         return seconds if seconds > self._stall_timeout else None
+
+    def step_seconds(self) -> float:
+        """The duration of the current step so far; 0 between steps."""
+        began = self._driver.step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def now(self) -> float:
         """Current time on the engine's clock, which deadlines refer to."""

@@ -5,7 +5,7 @@ called after each engine step, on the event loop. The series of the whole server
 `metrics.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -131,6 +131,9 @@ class ModelMetrics:
             "kind",
             buckets=_LATENCY,
         )
+        self.step_running = gauge(
+            "logitd_step_running_seconds", "Seconds that the running engine step has taken, or 0"
+        )
         self.steps = {kind: steps.labels(model, kind.value) for kind in StepKind}
         self.batch = histogram("logitd_step_batch_size", "Sequences decoded in one step", _BATCH)
         self.chunk = histogram(
@@ -197,14 +200,21 @@ class ModelMetrics:
         self._slots = 0
         self._last_token: dict[tuple[str, int], float] = {}
 
-    def serving(self, checkpoint: CheckpointInfo, admission: AdmissionController) -> None:
+    def serving(
+        self,
+        checkpoint: CheckpointInfo,
+        admission: AdmissionController,
+        step_seconds: Callable[[], float],
+    ) -> None:
         """Report that the model is loaded. The number of output elements of waiting and running
-        requests is read at each scrape, because it also changes between steps."""
+        requests, and the duration of the running step, are read at each scrape, because they also
+        change between steps."""
         self.served(checkpoint)
         self.slots.set(admission.slots)
         self.queue_limit.set(admission.limits.sequences)
         self._slots = admission.slots
         self.open_elements.set_function(lambda: admission.elements)
+        self.step_running.set_function(step_seconds)
         self.ready.set(1)
 
     def served(self, checkpoint: CheckpointInfo) -> None:

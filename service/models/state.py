@@ -60,7 +60,7 @@ class ServiceState:
         for source, model in zip(self.settings.models, models, strict=True):
             if isinstance(model, ServedModel):
                 metrics = self.metrics.of(source.served_name)
-                metrics.serving(model.checkpoint, model.engine.admission)
+                metrics.serving(model.checkpoint, model.engine.admission, model.engine.step_seconds)
         self.settled.set()
 
     def fail(self, reason: str) -> None:

@@ -149,6 +149,35 @@ def test_client_cannot_choose_the_address_by_which_it_is_counted(
     assert set(seen) == {"127.0.0.1"}
 
 
+def test_answer_503_for_one_model_leaves_the_others_reachable(
+    tmp_path: Path, free_port: int
+) -> None:
+    """nginx took each such answer for a failure of the replica, and then all of them were gone."""
+
+    class Replica(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200)
+
+        def do_POST(self) -> None:  # as for a model that could not be loaded
+            self._answer(503)
+
+        def _answer(self, status: int) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Replica) as server:
+        threading.Thread(target=server.serve_forever).start()
+        replicas = [f"127.0.0.1:{server.server_port}", f"localhost:{server.server_port}"]
+        try:
+            with balancer(replicas, tmp_path, free_port) as url:
+                for _ in range(4):
+                    assert httpx.post(url).status_code == 503
+                    assert httpx.get(url).status_code == 200
+        finally:
+            server.shutdown()
+
+
 def test_requests_go_to_the_replica_with_fewer(
     replicas: list[ServedProcess], client: httpx.Client
 ) -> None:

@@ -46,8 +46,13 @@ def run(settings: HealthSettings) -> int:
 def base_url(settings: HealthSettings) -> str:
     if settings.url is not None:
         return settings.url.rstrip("/")
-    host = ANY_ADDRESS.get(settings.host, settings.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    return local_url(settings.host, settings.port)
+
+
+def local_url(host: str, port: int) -> str:
+    """The URL of a server on this machine that is bound to `host`."""
+    host = ANY_ADDRESS.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _status(body: bytes) -> str | None:

@@ -27,6 +27,7 @@ from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize
 from logitd.service.application.server import serve
 from logitd.service.cli.busy import busy_notice
+from logitd.service.cli.commands.health import local_url
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
 from logitd.service.cli.terminal import tell, visible
 from logitd.service.models.served import Models, NotLoaded, ServedModel
@@ -101,8 +102,7 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     first = models.served[0]
     settings = first.settings
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    url = f"http://{host}:{port}"
+    url = local_url(settings.host, port)
     console.print("logitd is ready")
     for name, value in (
         *_models(models),

@@ -151,6 +151,19 @@ def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> N
         assert 'key="eve"' in http.get("/metrics", headers=headers).text
 
 
+def test_sighup_during_the_start_reads_the_keys_later(spelling_path: Path, tmp_path: Path) -> None:
+    """Such a signal ended the server, and systemd does not restart a service that SIGHUP ended."""
+    keys = tmp_path / "keys"
+    keys.write_text("ann=the-key-of-ann\n")
+    flags = ("--checkpoint", str(spelling_path), "--threads", "1", "--api-key-file", str(keys))
+    server = ServedProcess(*flags, cold=True)
+    status = Path(f"/proc/{server.process.pid}/status")
+    eventually(lambda: "SigBlk:\t0000000000000001" in status.read_text())
+    server.signal(signal.SIGHUP)
+    with server:
+        server.wait_for("SIGHUP: the keys of ann are accepted now")
+
+
 def test_sighup_leaves_the_served_checkpoint_alone(tmp_path: Path) -> None:
     """The server keeps its checkpoint even if the run has a new best one."""
     run, keys = tmp_path / "run", tmp_path / "keys"

@@ -175,7 +175,7 @@ def test_text_is_the_classic_format(checkpoint_path: Path) -> None:
     metrics = Metrics(callers=["alice", "none"])
     admission = AdmissionController(tiny_config(vocab_size=7), 4, LIMITS)
     admission.admit([OutputsRequest(request_id="a", token_ids=(1, 2), positions=(0, 1))])
-    metrics.of("tiny").serving(read_checkpoint(checkpoint_path), admission)
+    metrics.of("tiny").serving(read_checkpoint(checkpoint_path), admission, lambda: 2.5)
     found = {family.name: family for family in families(metrics)}
     for name, family in found.items():
         assert re.fullmatch(r"(logitd|process)_[a-z][a-z0-9_]*", name), "prefix, and no colon"
@@ -235,7 +235,7 @@ def test_step_is_of_one_kind(
 def test_cache_use_is_a_ratio(metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path) -> None:
     tiny.observe_step(report(ended=1.0))
     assert value(metrics, "logitd_kv_cache_use_ratio") == 0, "before loading"
-    tiny.serving(read_checkpoint(checkpoint_path), ADMISSION)
+    tiny.serving(read_checkpoint(checkpoint_path), ADMISSION, lambda: 0.0)
     tiny.observe_step(report(ended=1.0))
     assert value(metrics, "logitd_kv_cache_use_ratio") == 0.5
 
