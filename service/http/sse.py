@@ -18,6 +18,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from logitd.service.connections.reading import MIN_BYTES_PER_SECOND
 from logitd.service.errors import ERRORS, EXPECTED, as_api_error
 from logitd.service.models.context import disconnected
 
@@ -86,8 +87,9 @@ class StreamedResponse(Response):
     """Writes each piece of an async iterator as soon as the iterator yields it.
 
     on_end         is called exactly once: before the end of the body is sent, when the client has
-                   left, or when the client has not read a piece for `write_timeout` seconds. It
-                   must stop the source of the iterator
+                   left, or when the client has not read a piece in `write_timeout` seconds and
+                   the time that it takes at MIN_BYTES_PER_SECOND. It must stop the source of the
+                   iterator
     waits          True if the iterator waits before each piece, so that other tasks run in between
     """
 
@@ -103,7 +105,7 @@ class StreamedResponse(Response):
     ) -> None:
         self._pieces = pieces
         self._waits = waits
-        self._sending_since: float | None = None
+        self._sending_until: float | None = None
         self._unread = False
         self._watch: asyncio.TimerHandle | None = None
         self._ended = ExitStack()
@@ -124,7 +126,7 @@ class StreamedResponse(Response):
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if self._unread:
-                logger.warning("a client left its stream unread for %g s", self._write_timeout)
+                logger.warning("a client left a reply unread for %g s", self._write_timeout)
             elif writing.done():
                 writing.result()
         except EXPECTED as error:
@@ -160,19 +162,21 @@ class StreamedResponse(Response):
     async def _send_body(self, send: Send, piece: bytes, *, more: bool) -> None:
         if not more:
             self._ended.close()
-        self._sending_since = asyncio.get_running_loop().time()
+        allowed = self._write_timeout + len(piece) / MIN_BYTES_PER_SECOND
+        self._sending_until = asyncio.get_running_loop().time() + allowed
         await send({"type": "http.response.body", "body": piece, "more_body": more})
-        self._sending_since = None
+        self._sending_until = None
 
     def _look(self, writing: asyncio.Future[None]) -> None:
         """End the reply if the client has not read a piece in time. Otherwise check again at the
         earliest time at which the timeout can expire. Setting a timer for each piece would take as
         long as writing the piece."""
         loop = asyncio.get_running_loop()
-        now, since = loop.time(), self._sending_since
-        begun = now if since is None else since
-        if now - begun >= self._write_timeout:
+        now, until = loop.time(), self._sending_until
+        if until is None:
+            until = now + self._write_timeout
+        if now >= until:
             self._unread = True
             writing.cancel()
         else:
-            self._watch = loop.call_at(begun + self._write_timeout, self._look, writing)
+            self._watch = loop.call_at(until, self._look, writing)

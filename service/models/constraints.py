@@ -32,6 +32,7 @@ from logitd.model.inference.errors import ConstraintError
 from logitd.service.engine.admission import Limit
 from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
+from logitd.service.models.turns import CallerTurns
 from logitd.service.threads import to_thread_until_done
 
 MAX_COMPILING = 8
@@ -68,7 +69,7 @@ class Constraints:
     ) -> None:
         self._compiler = compiler
         self._sandbox = sandbox
-        self._starting, self._slow = asyncio.Lock(), asyncio.Lock()
+        self._starting, self._slow = asyncio.Lock(), CallerTurns()
         self._timeout = timeout
         self._metrics = metrics
         self._cache: OrderedDict[Source, Constraint] = OrderedDict()  # least recently used first
@@ -83,7 +84,7 @@ class Constraints:
             return constraint
         constraint = constraint.without_starts()
         for _ in range(min(sequences, MAX_PREPARED)):
-            async with self._slow:
+            async with self._slow.turn(caller):
                 await to_thread_until_done(constraint.prepare)
         return constraint
 
@@ -128,7 +129,7 @@ class Constraints:
             most = 2 * MAX_COMPILING
             if counts[caller] > MAX_COMPILING // len(counts) or counts.total() > most:
                 raise self._busy()
-        task = asyncio.create_task(self._compile(source, self._compiler))
+        task = asyncio.create_task(self._compile(source, self._compiler, caller))
         task.add_done_callback(partial(self._ended, source))
         compiling = self._compiling[source] = _Compiling(task, caller)
         return compiling
@@ -140,13 +141,13 @@ class Constraints:
         if task.done() and not task.cancelled():
             task.exception()  # retrieve it, or asyncio warns if every client has left
 
-    async def _compile(self, source: Source, compiler: Compiler) -> Constraint:
+    async def _compile(self, source: Source, compiler: Compiler, caller: str) -> Constraint:
         """Compile a source as a trial, then in this process, and cache the result. Slow sources are
-        compiled one after another."""
+        compiled one after another, in turn for each caller."""
         began = time.monotonic()
         await self._try(source)
         slow = time.monotonic() - began > LONG_SECONDS
-        async with self._slow if slow else nullcontext():
+        async with self._slow.turn(caller) if slow else nullcontext():
             constraint = await to_thread_until_done(partial(compiler.compile, source))
         self._metrics.constraint_compile.observe(time.monotonic() - began)
         self._cache[source] = constraint

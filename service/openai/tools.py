@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from logitd.model.inference.constraints.json_schema import BY_NAME
 from logitd.model.operations.operation import new_id
 from logitd.service.openai.chat_schemas import FunctionDefinition, ToolCall
 
@@ -106,9 +107,13 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {
-        key: value if key in LITERAL else _moved(value, place) for key, value in schema.items()
-    }
+    moved = {key: _moved_value(key, value, place) for key, value in schema.items()}
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         moved["$ref"] = place + reference[1:]
     return moved
+
+
+def _moved_value(key: str, value: Any, place: str) -> Any:
+    if key in BY_NAME and isinstance(value, dict):  # its keys are names, not keywords
+        return {name: _moved(schema, place) for name, schema in value.items()}
+    return value if key in LITERAL else _moved(value, place)

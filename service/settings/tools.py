@@ -148,7 +148,7 @@ class ExtractSettings(ComputeSettings):
         description="share of the tokens whose --stages are written, chosen at random",
     )
     sample_seed: int = Field(
-        0, ge=0, lt=2**64, description="seed of --sample: the same seed chooses the same tokens"
+        0, ge=0, lt=2**63, description="seed of --sample: the same seed chooses the same tokens"
     )
     stride: int | None = Field(
         None,

@@ -181,7 +181,7 @@ def test_many_clients_leave_at_random_moments(server: Serving) -> None:
 # Slow readers
 
 GIVEN_UP = (
-    "a client left its stream unread for 0.5 s",
+    "a client left a reply unread for 0.5 s",
     # On a busy machine the check of all connections may come first.
     "ended a connection: too little of a reply was read within 0.5 s",
 )

@@ -42,7 +42,7 @@ import numpy as np
 
 from logitd.model.inference.constraints.heap import Heap
 from logitd.model.inference.constraints.json_bounds import bounded
-from logitd.model.inference.constraints.json_schema import check_combined_multiples, enforceable
+from logitd.model.inference.constraints.json_schema import check_combinations, enforceable
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -322,7 +322,7 @@ def _grammar(source: Source, *, looks_ahead: bool) -> str:
             lark = source.text
         case "json_schema":
             schema = bounded(enforceable(json.loads(source.text)))
-            check_combined_multiples(schema)
+            check_combinations(schema)
             schema["x-guidance"] = JSON_LAYOUT
             if looks_ahead:
                 return json.dumps({"grammars": [{"json_schema": schema}]})

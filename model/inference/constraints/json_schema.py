@@ -17,8 +17,9 @@ removed from negated classes, and other classes that could hold all control char
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from itertools import product
 from typing import Any
 
 from logitd.model.inference.errors import ConstraintError
@@ -110,13 +111,36 @@ def _check_count(schema: Mapping[str, Any]) -> None:
         )
 
 
-def check_combined_multiples(schema: Any) -> None:
-    """Refuse multiples that the compiler cannot combine. If two schemas apply to one number, it
-    computes the least common multiple of their multipleOf from the product, in 32 bits. It is not
-    known here which schemas apply together, so all of them are combined."""
+def check_combinations(schema: Any) -> None:
+    """Refuse multiples and bounds that the compiler cannot combine. If several schemas may apply to
+    one value, all of them are combined, because it is not known here which apply together."""
     every = list(_mappings(schema))
-    if not any(map(_combines, every)):
-        return
+    combined = any(map(_combines, every))
+    for group in [every] if combined else [[one] for one in every]:
+        _check_bounds(group)
+    if combined:
+        _check_multiples(every)
+
+
+def _check_bounds(schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an exclusive bound that is an integer, if the other bound lies between it and the next
+    one. In llguidance 1.9.1 such a range contains the integer."""
+    bounds = [(key, one[key]) for one in schemas for key in BOUNDS if _is_number(one.get(key))]
+    for exclusive, other in product(bounds, bounds):
+        (name, near), (other_name, far) = exclusive, other
+        rising = name == "exclusiveMinimum" and "aximum" in other_name and near >= 0
+        falling = name == "exclusiveMaximum" and "inimum" in other_name and near <= 0
+        if (rising or falling) and near % 1 == 0 and 0 < abs(far) - abs(near) < 1:
+            inclusive = "minimum" if rising else "maximum"
+            raise ConstraintError(
+                f"{name} is {near} and {other_name} is {far}, but the compiler would allow {near}: "
+                f"use {inclusive} with a number next to {near}"
+            )
+
+
+def _check_multiples(every: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse multiples whose least common multiple is too large. The compiler computes it from the
+    product, in 32 bits."""
     multiples = [one["multipleOf"] for one in every if _is_number(one.get("multipleOf"))]
     steps = sorted({abs(_exact(multiple)).normalize() for multiple in multiples})
     decimals = max((0, *(-_exponent(step) for step in steps)))

@@ -96,7 +96,8 @@ def test_turns_of_a_conversation_are_not_documents(tmp_path: Path) -> None:
     again = open_text([str(folder)], licence="CC0")
     reused = prepare(again, tmp_path / "reused", vocabulary=tokenizer, special_ids=True)
     (folder / "val.tokens").unlink()
-    divided = prepare(again, tmp_path / "divided", vocabulary=tokenizer, special_ids=True)
+    alone = open_text([str(folder)], licence="CC0")
+    divided = prepare(alone, tmp_path / "divided", vocabulary=tokenizer, special_ids=True)
     found = []
     for one in (prepared, reused, divided):
         shards = [one.train, one.val]

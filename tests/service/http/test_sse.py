@@ -156,6 +156,22 @@ async def test_endless_stream_ends_with_its_client() -> None:
     assert not connection.ended
 
 
+@pytest.mark.parametrize(("seconds", "complete"), [(120, True), (140, False)])
+def test_large_piece_may_be_read_at_the_lowest_rate(seconds: float, complete: bool) -> None:
+    """At 2 KiB/s a piece of 256 KiB takes 128 s."""
+
+    async def main() -> None:
+        async def accept(number: int) -> None:
+            await asyncio.sleep(seconds if number == 1 else 0)
+
+        connection, ends = Connection(accept), Ends()
+        await run(some(bytes(2**18)), connection, ends, 5)
+        assert connection.sent[-1].get("more_body", True) is not complete
+
+    with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        runner.run(main())
+
+
 @pytest.mark.parametrize("stuck_at", [1, 3], ids=["at a piece", "at the end of the body"])
 async def test_stopped_reader_is_disconnected(
     stuck_at: int, caplog: pytest.LogCaptureFixture
@@ -168,7 +184,7 @@ async def test_stopped_reader_is_disconnected(
     await asyncio.wait_for(run(some(b"one", b"two"), connection, ends, 0.01), NEVER)
     assert ends.count == 1
     assert len(connection.sent) == stuck_at
-    assert caplog.messages == ["a client left its stream unread for 0.01 s"]
+    assert caplog.messages == ["a client left a reply unread for 0.01 s"]
 
 
 def test_slow_reader_is_not_disconnected() -> None:

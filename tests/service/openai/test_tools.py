@@ -235,3 +235,22 @@ def test_references_point_to_the_moved_schema() -> None:
     for wrong in ({"more": {"a": 1}}, {"b": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({"name": "g", "arguments": wrong}, schema)
+
+
+@pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "$ref"])
+def test_reference_of_a_property_named_like_a_keyword_is_moved(name: str) -> None:
+    """The definition `Color` of the first function was taken for the second function."""
+    color = {"enum": ["red", "blue"]}
+    first = {
+        "type": "object",
+        "properties": {name: {"$ref": "#/$defs/Color"}},
+        "required": [name],
+        "$defs": {"Color": color},
+    }
+    functions = [
+        FunctionDefinition(name="paint", parameters=first),
+        FunctionDefinition(name="Color", parameters={"type": "object"}),
+    ]
+    schema = jsonschema.Draft202012Validator(call_schema(functions))
+    assert schema.is_valid({"name": "paint", "arguments": {name: "red"}})
+    assert not schema.is_valid({"name": "paint", "arguments": {name: {}}})

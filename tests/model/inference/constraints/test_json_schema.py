@@ -261,6 +261,33 @@ def test_text_fits_the_numbers_of_its_schema_exactly(schema: Any, seed: int) -> 
         assert validator.is_valid(json.loads(text, parse_float=decimal_of)), text
 
 
+@settings(max_examples=examples(1000, fast=100))
+@given(
+    low=st.sampled_from([-10, -2, -1.5, -1, -0.5, 0, 0.25, 1, 1.75, 9]),
+    width=st.sampled_from([0.25, 0.5, 0.75, 1, 1.25, 10]),
+    names=st.tuples(
+        st.sampled_from(["minimum", "exclusiveMinimum"]),
+        st.sampled_from(["maximum", "exclusiveMaximum"]),
+    ),
+    combined=st.booleans(),
+)
+def test_bounds_of_a_range_belong_to_it_unless_exclusive(
+    low: float, width: float, names: tuple[str, str], combined: bool
+) -> None:
+    """llguidance 1.9.1 allows the exclusive bound 0 of a range to 0.5."""
+    bounds = dict(zip(names, (low, low + width), strict=True))
+    parts = [{"type": "number"}, *({name: bound} for name, bound in bounds.items())]
+    schema = {"allOf": parts} if combined else {"type": "number", **bounds}
+    try:
+        constraint = COMPILER.compile(Source("json_schema", json.dumps(schema)))
+    except ConstraintError:
+        assert width < 1
+        return
+    for name, bound in bounds.items():
+        text = json.dumps(bound).removesuffix(".0")
+        assert takes(constraint, text) is not name.startswith("exclusive")
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
@@ -284,6 +311,14 @@ def test_text_fits_the_numbers_of_its_schema_exactly(schema: Any, seed: int) -> 
         (
             {"allOf": [{"type": "integer", "multipleOf": step} for step in (2**16, 3 * 65537)]},
             "multipleOf is 65536, 196611",
+        ),
+        (
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+            "exclusiveMinimum is 0 and maximum is 0.5, but the compiler would allow 0: use minimum",
+        ),
+        (
+            {"allOf": [{"minimum": -1.5}, {"type": "number", "exclusiveMaximum": -1}]},
+            "exclusiveMaximum is -1 and minimum is -1.5, but the compiler would allow -1: use max",
         ),
     ],
 )
