@@ -30,6 +30,7 @@ from logitd.model.convert.by_role.owner_code import (
     request_of,
     require_causal,
     require_one_eps,
+    require_read,
     said_in,
     unpassed_in,
 )
@@ -106,6 +107,7 @@ def import_by_code(
     with reporting_damage(source):
         path = find_state_file(source) if source.is_dir() else source
         file = read_state_file(path)
+        require_read(code, file.unknown)
     request = _request(file, options)
     facts = _measured(file, request, options)
     require_one_eps(code, request, facts["kept"])

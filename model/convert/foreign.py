@@ -31,6 +31,22 @@ class ConvertError(ValueError):
     """Raised if a model cannot be imported or exported. The message gives the reason."""
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Unread:
+    """Stands for values of a file that cannot be read as settings, for example because they have no
+    names. Its repr describes them to the user."""
+
+    description: str
+
+    def __repr__(self) -> str:
+        return self.description
+
+    @classmethod
+    def is_in(cls, value: Any) -> bool:
+        """True for an `Unread`, and for a list that contains one."""
+        return isinstance(value, cls) or (isinstance(value, list) and any(map(cls.is_in, value)))
+
+
 class UnusableTensor(ConvertError):
     """Raised for a tensor that is not dense, has no float dtype or is not finite."""
 

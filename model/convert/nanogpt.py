@@ -3,17 +3,23 @@ approximation if the checkpoint is older than the setting `bias`.
 
 The optimizer's state is not imported. Recognition by role (`by_role/`) cannot replace this reader:
 it would have to ask the user for the activation and the position of the norms, and it does not
-check shapes against `model_args`. A changed copy of nanoGPT is recognized by role if its
-`model_args` state another computation.
+check shapes against `model_args`. A changed copy of nanoGPT is recognized by role if its settings
+state another computation: `model_args`, or `config`, which has all settings of the training.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from logitd.model.convert.by_role.names import SETTINGS
-from logitd.model.convert.by_role.stated import setting, states_rms
+from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.stated import (
+    is_off,
+    may_be_optimizers,
+    setting,
+    settings_of,
+    states_rms,
+)
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import (
     ForeignModel,
@@ -26,7 +32,8 @@ from logitd.model.convert.foreign import (
 from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.state_file import collect_settings, named_tensors, tensors_left_out
-from logitd.model.convert.unknown_settings import unknown_settings
+from logitd.model.convert.unknown_settings import FLAGS, unknown_settings
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.shapes import gpt2_shape
 
 OWN_COMPUTATION: Mapping[str, Any] = {
@@ -36,6 +43,7 @@ OWN_COMPUTATION: Mapping[str, Any] = {
     "qk_norm": False,
 }
 """nanoGPT's values of the fields whose effect the tensors do not show."""
+_NAMES_OF_OWN = frozenset(name for field in OWN_COMPUTATION for name in words.SETTINGS[field])
 
 
 def read_nanogpt(path: Path) -> ForeignModel | None:
@@ -50,16 +58,16 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     known = {"n_layer", "n_head", "n_embd", "block_size"} <= arguments.keys()
     if not known or not any(str(n).endswith("transformer.h.0.ln_1.weight") for n in state):
         return None
-    stated = {field: setting(arguments, field) for field in OWN_COMPUTATION}
-    changed = any(stated[field][0] not in (None, own) for field, own in OWN_COMPUTATION.items())
-    if changed or states_rms(arguments):
+    stated = collect_settings(checkpoint)
+    others = [name for name in _others_of(stated) if not may_be_optimizers(name, stated)]
+    if others or any(_others_of(arguments)) or states_rms(stated):
         return None
     settings = Settings(f"model_args of {path}", arguments)
     reader = StateDictReader(str(path), named_tensors(str(path), state))
     reader.ignore(".attn.bias")  # the causal mask, in old versions
     bias = settings.flag("bias", True)
     # nanoGPT has had `bias` since 2023-01-27, and the exact GELU since 2023-05-17.
-    approximate = "bias" not in arguments and stated["activation"][0] is None
+    approximate = "bias" not in arguments and setting(stated, "activation")[0] is None
     with naming(f"model_args of {path}"):
         config = gpt2_shape(
             **read_sizes(settings, NANOGPT),
@@ -70,9 +78,11 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
             dropout=settings.number("dropout", 0.0),
         )
     config, weights = tie_if_equal(config, read_weights(reader, config, NANOGPT))
-    unread = settings.unread()
-    for _, name in stated.values():
-        unread.pop(name, None)
+    unread = {
+        name: value
+        for name, value in settings.unread().items()
+        if name.lower() not in _NAMES_OF_OWN
+    }
     training, step = checkpoint.get("config"), count_or_zero(checkpoint.get("iter_num"))
     training = training if isinstance(training, dict) else {}
     per_step = ("gradient_accumulation_steps", "batch_size", "block_size")
@@ -86,12 +96,44 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
         tokens=step * math.prod(count_or_zero(training.get(name)) for name in per_step),
         val_loss=plausible_loss(checkpoint.get("best_val_loss")),
         contents=contents,
-        unknown=unknown_settings(collect_settings(contents), by_role=True)
+        unknown=_unknown_outside(checkpoint, arguments, config)
         | unknown_settings(unread)
         | _other_computation(unread, config.context_length),
         facts={"dataset": training["dataset"]} if isinstance(training.get("dataset"), str) else {},
         notes=tensors_left_out(path, checkpoint, "model"),
     )
+
+
+def _others_of(
+    settings: Mapping[str, Any], own: Mapping[str, Any] = OWN_COMPUTATION
+) -> Iterator[str]:
+    """The names of settings whose values differ from `own`, the values of fields."""
+    for field, value in own.items():
+        yield from (name for name, stated in settings_of(field, settings) if stated != value)
+
+
+def _unknown_outside(
+    checkpoint: Mapping[str, Any], arguments: Mapping[str, Any], config: GPTConfig
+) -> dict[str, Any]:
+    """The settings outside `model_args` that are not understood."""
+    settings = collect_settings(checkpoint, of_model_alone=True)
+    heads = {"n_head": config.n_head, "n_kv_head": config.n_head, "head_dim": config.head_dim}
+    own = {**OWN_COMPUTATION, **heads}
+    others = set(_others_of(settings, own))
+    agreed = {name for field in own for name, _ in settings_of(field, settings)} - others
+    outside = {
+        name: value
+        for name, value in settings.items()
+        if name not in arguments and name not in agreed
+        if not (is_off(value) and any(flag.fullmatch(name.lower()) for flag in FLAGS))
+    }
+    positions = {
+        name: value
+        for name, value in outside.items()
+        if isinstance(value, str) and words.matches(words.POSITIONS, name)
+        if value.lower() not in ("learned", "absolute")
+    }
+    return unknown_settings(outside) | positions
 
 
 def _other_computation(unread: Mapping[str, Any], context_length: int) -> dict[str, Any]:
@@ -101,5 +143,5 @@ def _other_computation(unread: Mapping[str, Any], context_length: int) -> dict[s
         name: value
         for name, value in unread.items()
         if isinstance(value, str)
-        or (name.lower() in SETTINGS["context_length"] and value != context_length)
+        or (name.lower() in words.SETTINGS["context_length"] and value != context_length)
     }

@@ -2,7 +2,8 @@
 
 `torch.load` is used with `weights_only=True`. An object of a configuration class
 (`__main__.GPTConfig`, `argparse.Namespace`) becomes an object of a class in this module with the
-same attributes. The configuration class is not imported, and its code is not run. A whole pickled
+same attributes. The configuration class is not imported, and its code is not run. If the file
+stores numbers of an object without their names, they become an `Unread`. A whole pickled
 module is refused; the error lists the module's classes (`pickled_names.py`) and the command that
 saves only its weights. Files from before torch 1.6, which are not zip archives, are supported.
 `read_plain_pickle` reads vocabularies.
@@ -15,16 +16,16 @@ import pickletools
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from logitd.model.convert.containers import container_of
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.convert.pickled_names import PickledNames, pickled_names
 from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive, tensors_in
 from logitd.model.convert.source_file import source_bytes
@@ -33,8 +34,15 @@ PACKED_TIMES = 4
 """An archive may unpack to at most this many times its size, plus PICKLE_BYTES."""
 PICKLE_BYTES = 64 * 2**20
 """Maximum size of a plain pickle, in bytes. Character vocabularies are much smaller."""
-DEPTH = 4
-"""Collections nested more deeply are left as they are."""
+DEPTH = 32
+"""Collections nested more deeply are not read."""
+ARRAY_NUMBERS = 2**16
+"""Maximum number of elements of a NumPy array that is read."""
+SHOWN = 80
+"""Maximum number of characters of an object's values in a message."""
+_WITHOUT_SETTINGS = ("builtins.", "datetime.", "numpy.random.", "random.", "re.")
+"""Beginnings of the names of classes whose objects are collections, times, random states or
+expressions."""
 
 _OF_NUMPY: Mapping[str, Any] = {
     **{
@@ -49,15 +57,21 @@ _OF_NUMPY: Mapping[str, Any] = {
 
 
 class Attributes:
-    """Stands in for an object whose class is not imported. It has that object's attributes, and the
-    arguments with which it was created (of a member of an `enum.Enum`, its value)."""
+    """Stands in for an object whose class is not imported. It has that object's attributes.
 
-    __slots__ = ("__dict__", "arguments")
-    arguments: tuple[Any, ...]
+    kind    the name of the object's class
+    values  the values without names in the file: the arguments with which the object was created
+            (of a member of an `enum.Enum`, its value), and a state that is no dictionary (of a
+            frozen dataclass with slots, the values of its fields)
+    """
+
+    __slots__ = ("__dict__", "values")
+    kind: ClassVar[str] = ""
+    values: list[Any]
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         made = super().__new__(cls)
-        made.arguments = arguments
+        made.values = list(arguments)
         return made
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -65,11 +79,42 @@ class Attributes:
 
     def __setstate__(self, state: Any) -> None:
         """Store the attributes. pickle passes them as a dictionary, or as a pair of dictionaries if
-        the class has slots. Other states, such as NumPy's tuples, have no attribute names and are
-        ignored."""
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                vars(self).update(part)
+        the class has slots. The values of other states have no names."""
+        pair = isinstance(state, tuple) and len(state) == 2
+        parts = state if pair else (state,)
+        if all(part is None or isinstance(part, dict) for part in parts):
+            for part in parts:
+                vars(self).update(part or {})
+        else:
+            self.values += state if isinstance(state, list | tuple) else [state]
+
+    def contents(self) -> Any:
+        """The attributes as a dictionary. If there are none, the only value, or a list of the
+        values. Numbers without names become an `Unread`."""
+        named, values = vars(self), self.values
+        if not values:
+            return named
+        if not named and len(values) == 1:
+            return values[0]
+        if self.kind.startswith(_WITHOUT_SETTINGS) or not _has_number(values):
+            return named or values
+        name = self.kind.rpartition(".")[2]
+        shown = ", ".join(map(_shown, values))
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+        reason = "its values have no names in the file: save them as a dictionary"
+        unread = Unread(f"{name}({shown}) ({reason})")
+        return {**named, name: unread} if named else unread
+
+
+class ArrayAttributes(Attributes):
+    """`Attributes` for a NumPy array, whose only value is the list of its elements."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, by_column, elements = state
+        self.values = []
+        if not dtype.hasobject and len(elements) <= ARRAY_NUMBERS * dtype.itemsize:
+            order: Literal["F", "C"] = "F" if by_column else "C"
+            self.values = [np.frombuffer(elements, dtype).reshape(shape, order=order).tolist()]
 
 
 class UncalledAttributes(Attributes):
@@ -100,11 +145,11 @@ def read_pt(path: Path) -> dict[str, Any]:
         loaded = _load_with_attributes(path, archive, error)
     except Exception as error:  # damaged bytes make torch fail in many ways
         raise _unreadable(path, error) from error
-    plain = _plain(loaded)
+    plain = _Plain()(loaded)
     if not isinstance(plain, dict):
         raise ConvertError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
     check_tensors(path, plain, archive)
-    return dict(_with_numbers(plain))
+    return dict(_WithNumbers()(plain))
 
 
 def _archive(path: Path) -> Archive:
@@ -147,7 +192,14 @@ def _load_with_attributes(
         ) from refused
     if names.holds_module or archive is None:
         raise _holds_code(path, names) from refused
-    bags = {name: type("Attributes", (Attributes,), {}) for name in names.foreign}
+    bags = {
+        name: type(
+            "Attributes",
+            (ArrayAttributes if name.endswith("multiarray._reconstruct") else Attributes,),
+            {"kind": name},
+        )
+        for name in names.foreign
+    }
     known: list[Any] = [(read, name) for name, read in {**bags, **_OF_NUMPY}.items()]
     try:
         with torch.serialization.safe_globals(known):
@@ -156,34 +208,72 @@ def _load_with_attributes(
         raise _holds_code(path, names) from error
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """The value with dictionaries and lists in place of `Attributes` and other collections."""
+def _has_number(values: Iterable[Any]) -> bool:
+    return any(
+        isinstance(value, bool | int | float | np.generic)
+        or (isinstance(value, list | tuple) and _has_number(value))
+        or (isinstance(value, Attributes) and _has_number(value.values))
+        for value in values
+    )
+
+
+def _shown(value: Any) -> str:
     if isinstance(value, Attributes):
-        alone = value.arguments[0] if len(value.arguments) == 1 else list(value.arguments)
-        value = vars(value) or (alone if value.arguments else {})
-    if depth < DEPTH and isinstance(value, Mapping):
-        return {key: _plain(inner, depth + 1) for key, inner in value.items()}
-    if depth < DEPTH and isinstance(value, list | tuple):
-        return [_plain(inner, depth + 1) for inner in value]
-    return value
+        return value.kind.rpartition(".")[2]
+    return str(value) if isinstance(value, np.generic) else repr(value)
 
 
-def _with_numbers(value: Any, depth: int = 0) -> Any:
-    """The value with Python's numbers in place of NumPy's, and of tensors without axes that are not
-    next to weights."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if depth < DEPTH and isinstance(value, list):
-        return [_with_numbers(inner, depth + 1) for inner in value]
-    if depth == DEPTH or not isinstance(value, dict):
+class _Converter:
+    """Converts nested collections. A collection that occurs several times is converted once, and
+    inside itself it becomes None."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}
+        """The collections so far, by id, and their conversions."""
+
+    def __call__(self, value: Any, depth: int = 0) -> Any:
+        if not isinstance(value, Attributes | Mapping | list | tuple):
+            return self.converted(value)
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if depth > DEPTH:
+            return Unread(f"values that are nested more than {DEPTH} levels deep")
+        self._made[id(value)] = value, None
+        made = self.collection(value, depth + 1)
+        self._made[id(value)] = value, made
+        return made
+
+    def converted(self, value: Any) -> Any:
         return value
-    scalar = all(inner.dim() == 0 for inner in value.values() if isinstance(inner, Tensor))
-    return {
-        key: inner.item()
-        if scalar and isinstance(inner, Tensor)
-        else _with_numbers(inner, depth + 1)
-        for key, inner in value.items()
-    }
+
+    def collection(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self(inner, depth) for key, inner in value.items()}
+        return [self(inner, depth) for inner in value]
+
+
+class _Plain(_Converter):
+    """Puts dictionaries and lists in place of `Attributes` and other collections."""
+
+    def collection(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Attributes):
+            return self(value.contents(), depth)
+        return super().collection(value, depth)
+
+
+class _WithNumbers(_Converter):
+    """Puts Python's numbers in place of NumPy's, and of tensors without axes that are not next to
+    weights."""
+
+    def converted(self, value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
+    def collection(self, value: Any, depth: int) -> Any:
+        made = super().collection(value, depth)
+        tensors = [t for t in made.values() if isinstance(t, Tensor)] if type(made) is dict else []
+        if tensors and all(tensor.dim() == 0 for tensor in tensors):
+            return {k: t.item() if isinstance(t, Tensor) else t for k, t in made.items()}
+        return made
 
 
 def _holds_code(path: Path, names: PickledNames) -> ConvertError:
@@ -254,7 +344,7 @@ def read_plain_pickle(path: Path) -> Any:
     raw = source_bytes(path, PICKLE_BYTES)
     try:
         _check_memo(raw)
-        return _plain(_PlainUnpickler(io.BytesIO(raw), encoding="utf-8").load())
+        return _Plain()(_PlainUnpickler(io.BytesIO(raw), encoding="utf-8").load())
     except Exception as error:  # a pickle can be broken in many ways
         raise ConvertError(
             f"{path} is not a pickle of plain values: {type(error).__name__}: {error}"

@@ -1,8 +1,9 @@
 """State files: reads the tensors, settings and other contents of weight files saved by any code.
 
 It finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, even if the state dict is
-nested. It finds the configuration in the same file or in a JSON file next to it. Pickles are read
-as data only (`pt_file.py`). `by_role/` interprets the tensors.
+nested. It finds the configuration in the same file, which may be a JSON text or the metadata of
+safetensors, and in JSON files next to it. Pickles are read as data only (`pt_file.py`). `by_role/`
+interprets the tensors.
 """
 
 import json
@@ -16,12 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from logitd.model.convert.by_role.names import FIRST_WRAPPER, SETTINGS, snake_case
+from logitd.model.convert.by_role.stated import is_number
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
 from logitd.model.convert.containers import container_of, read_json_weights, read_npz
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import source_json
-from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings
+from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings, unshown
 from logitd.model.owner_code.process.build import CONFIG_NAMES
 from logitd.model.owner_code.process.weights import without_wrappers
 from logitd.model.plural import pluralize
@@ -42,9 +44,14 @@ STATES = (
     "params", "parameters", "generator", "gpt", "transformer",
 )  # fmt: skip
 """Usual keys of the state dict in a checkpoint, the most likely first."""
-SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
+SETTINGS_FILES = (
+    *("config.json", "model_config.json", "gpt_config.json", "args.json", "hparams.json"),
+    *("hyperparameters.json", "params.json"),
+)
+"""Names of files next to the weights that are read as settings. So are `model.json` and
+`model_config.json` next to `model.pt`."""
 UNREAD_SETTINGS = tuple(
-    f"{Path(name).stem}.{suffix}" for name in SETTINGS_FILES for suffix in ("yaml", "yml")
+    f"{Path(name).stem}.{suffix}" for name in SETTINGS_FILES for suffix in ("yaml", "yml", "toml")
 )
 """Names of files that may hold settings, but are not read."""
 DEEPEST = 8
@@ -53,17 +60,31 @@ MOST_SHOWN = 6
 """Number of tensors outside the state dict that a sentence names."""
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _OPTIMIZER = re.compile(r"opt|optim|optims|optimizers?|sched|schedulers?|adamw?|scaler")
-"""Words in the names of sections that describe the optimizer, whose `eps` is not a norm's."""
+"""Words in the names of dictionaries with tensors of the optimizer."""
+_OPTIMIZER_SETTINGS = re.compile(_OPTIMIZER.pattern.removeprefix("opt|"))
+"""Words in the names of sections that describe the optimizer, whose `eps` is not a norm's. `opt`
+also abbreviates options."""
+_OF_OTHERS = frozenset(("param_groups", "base_lrs", "growth_interval", "fit_loop", "added_tokens"))
+"""Keys in the states of torch's optimizers, schedulers and scaler, of Lightning's loops, and of a
+tokenizer."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """Keys under which torch's optimizers store tensors with the shapes of weights."""
 _TRAINING = re.compile(
-    r"train(ing|er)?|ema|swa|average|rng|metrics?|hist(ory|ories)?|loss(es)?|wandb|stats?|"
-    r"statistics|data(set|sets|loader|module)?"
+    r"ema|swa|average|rng|random|metrics?|hist(ory|ories)?|loss(es)?|wandb|stats?|statistics|logs?|"
+    r"callbacks?|data(set|sets|loader|module)?|tokeni[sz]ers?|train(ing|er)?_state"
 )
-"""Words in the names of sections that describe the training instead of the model."""
-_PARTS = re.compile(r"blocks?|layers?|attn|attentions?|mixers?|stages?|modules?")
-"""Words in the names of lists that have a section for each part of a model."""
-_OF_ATTENTION = re.compile(r"(sliding|attention|attn|rope|rotary|softmax)_")
+"""Words in the names of sections with measurements, states or data of a training instead of
+settings."""
+_CONFIGURATION = re.compile(
+    r"config(uration)?s?|cfg|conf|args|arguments|(h|hyper)?params|(hyper)?parameters|settings|"
+    r"opts?|options|hp|kwargs"
+)
+"""Words in the names of values that hold the settings of a program."""
+_ASSIGNMENT = re.compile(r"\w[\"']?\s*(=|:\s)\s*[\w\"'.+-]")
+"""A setting in the text of a configuration, such as `n_head=4` or `n_head: 4`."""
+_LOGGED = re.compile(r"(global_)?(step|iter(ation)?|epoch)|iter_num|(.*_)?loss")
+"""Names of numbers in the entries of a log."""
+_OF_ATTENTION = re.compile(r"(sliding|attention|attn|rope|rotary|softmax)_|.*soft_?cap")
 """Beginnings of the names of settings that belong to the model in any section."""
 _SHAPE = frozenset(name for field in ("n_layer", "n_head") for name in SETTINGS[field])
 """Settings in a section that also describes the model."""
@@ -101,23 +122,29 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
     """Read a weight file. `state` is the key of the state dict, with nested keys joined by dots;
     None searches for the state dict. Raises ConvertError."""
     whole = loaded = read_tensors(path)
-    key, contents, left_out = "", dict[str, Any](), list[str]()
-    if container_of(path) != "safetensors":
+    key, left_out = "", list[str]()
+    if container_of(path) == "safetensors":
+        whole = contents = read_metadata(path)
+    else:
         key, loaded = _state_dict(path, whole, state)
         contents = without_tensors(whole)
         if state is None:
             _check_nothing_outside(path, whole, key, loaded)
         left_out = tensors_left_out(path, whole, key)
     where = f"{path} ({key})" if key else str(path)
-    document = _document_beside(path)
-    beside, inside = collect_settings(document), collect_settings(whole)
+    documents = _documents_beside(path)
+    beside, inside = collect_settings(documents), collect_settings(whole)
+    contradicted = _contradicted(inside, beside)
+    values = dict[str, Any]()
+    for document in documents.values():
+        values = (collect_values(document) if isinstance(document, dict) else {}) | values
     return StateFile(
         path,
         where,
         named_tensors(where, loaded),
         state=key or None,
-        settings=beside | inside,
-        values=collect_values(document) | beside | collect_values(whole) | inside,
+        settings=beside | inside | contradicted,
+        values=values | beside | collect_values(whole) | inside | contradicted,
         contents=contents,
         unknown=unknown_settings(
             beside | collect_settings(whole, of_model_alone=True), by_role=True
@@ -167,6 +194,23 @@ def read_tensors(path: Path) -> Mapping[Any, Any]:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read the texts in the header of a safetensors file, by name. Texts that are JSON or a flag of
+    Python become their values."""
+    with safe_open(path, framework="pt") as opened:
+        texts: Mapping[str, str] = opened.metadata() or {}
+    flags = {"True": True, "False": False, "None": None}
+    return {name: flags[text] if text in flags else _value(text) for name, text in texts.items()}
+
+
+def _value(text: str | bytes) -> Any:
+    """The value of a JSON text; other texts unchanged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _state_dict(
@@ -296,14 +340,22 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 def collect_settings(
     contents: Mapping[Any, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
-    """Collect the numbers, flags, strings and lists about layers in all nested dictionaries except
-    vocabularies and the optimizer's, and all lists in sections about the model or with its shape,
-    and their parts. If sections
-    disagree, the section about the model takes precedence; the values of equal sections become a
-    list, which no reader of a single value understands. With `of_model_alone`, sections about
-    training are skipped, except their parts about the model."""
+    """Collect the numbers, flags, strings and lists about layers in all nested sections (`_opened`)
+    except vocabularies and the optimizer's. In sections about the model or with its shape, and in
+    their parts, also all other lists. Values that cannot be read are collected as `Unread`. If
+    sections disagree, the section about the model takes precedence; the values of equal sections
+    become a list, which no reader of a single value understands. With `of_model_alone`, sections
+    with measurements and data of a training are skipped, except their parts about the model."""
     stated: dict[str, list[Any]] = {}
     strong: set[str] = set()
+
+    def add(name: str, value: Any, of_model: bool) -> None:
+        if of_model and name not in strong:
+            strong.add(name)
+            stated[name] = []
+        if of_model or name not in strong:
+            values_of = stated.setdefault(name, [])
+            values_of += [] if value in values_of else [value]
 
     def collect(
         values: Mapping[Any, Any],
@@ -313,54 +365,116 @@ def collect_settings(
         shaped: bool = False,
     ) -> None:
         shaped = shaped or of_model or not _SHAPE.isdisjoint(map(str, values))
-        for key, value in values.items():
+        for key, held in values.items():
             name = str(key)
-            listed = isinstance(value, list) and (shaped or PER_LAYER.fullmatch(name.lower()))
-            if isinstance(value, bool | int | float | str) or listed:
-                if of_training and _OF_ATTENTION.match(name.lower()) is None:
-                    continue
-                if of_model and name not in strong:
-                    strong.add(name)
-                    stated[name] = []
-                if of_model or name not in strong:
-                    values_of = stated.setdefault(name, [])
-                    values_of += [] if value in values_of else [value]
-            elif isinstance(value, Mapping) and depth < DEEPEST:
-                if _is_table(value) or _mentions(_OPTIMIZER, name):
-                    continue
-                own = name.lower() in MODEL_SECTIONS
-                training = of_model_alone and not own and _SHAPE.isdisjoint(map(str, value))
-                training = training and (of_training or _mentions(_TRAINING, name))
-                collect(value, depth + 1, of_model or own, training, shaped)
-            elif isinstance(value, list) and _mentions(_PARTS, name) and depth < DEEPEST:
-                for part in value:
-                    if isinstance(part, Mapping) and not of_training:
-                        collect(part, depth + 1, of_model, shaped=shaped)
+            own, lowered = name.lower() in MODEL_SECTIONS, name.lower()
+            sections, value = _opened(name, held)
+            training = of_training or (of_model_alone and _mentions(_TRAINING, name))
+            if sections and depth == DEEPEST:
+                sections, value = [], Unread(f"values below {DEEPEST} levels of sections")
+            for section in sections:
+                inner = training and not own and _SHAPE.isdisjoint(map(str, section))
+                collect(section, depth + 1, of_model or own, inner, shaped)
+            if isinstance(value, bool | int | float | str):
+                skipped = of_training
+            elif isinstance(value, Unread) or (
+                isinstance(value, list)
+                and (shaped or PER_LAYER.fullmatch(lowered) or _is_configuration(name, value))
+            ):
+                skipped = training
+            else:
+                continue
+            if not skipped or _OF_ATTENTION.match(lowered):
+                add(name, value, of_model)
 
     collect(contents, 0)
     return {name: found[0] if len(found) == 1 else found for name, found in stated.items()}
 
 
 def collect_values(contents: Mapping[Any, Any], depth: int = 0) -> dict[str, Any]:
-    """Collect the values of all nested dictionaries except state dicts, vocabularies and the
-    optimizer's. A dictionary is a value, too, unless its name says that it is the configuration of
-    the model. If dictionaries disagree, the section about the model takes precedence, or else the
-    outermost dictionary."""
+    """Collect the values of all nested sections (`_opened`) except state dicts, vocabularies and
+    the optimizer's. A section is a value, too, unless its name says that it is the configuration of
+    the model. If sections disagree, the section about the model takes precedence, or else the
+    outermost section."""
     of_model, collected, inner = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for key, value in contents.items():
         name = str(key)
-        if isinstance(value, Mapping):
-            if _is_state(value) or _mentions(_OPTIMIZER, name):
-                continue
-            if depth < DEEPEST and not _is_table(value):
-                found = collect_values(value, depth + 1)
-                if name.lower() in MODEL_SECTIONS:
-                    of_model = found | of_model
-                inner = found | inner
-            if name.lower() in (*MODEL_SECTIONS, *CONFIG_NAMES):
-                continue
-        collected[name] = value
+        if isinstance(value, Mapping) and (_is_state(value) or _is_of_others(name, value)):
+            continue
+        sections, rest = _opened(name, value)
+        if len(sections) == 1 and depth < DEEPEST:
+            found = collect_values(sections[0], depth + 1)
+            if name.lower() in MODEL_SECTIONS:
+                of_model = found | of_model
+            inner = found | inner
+        if sections and name.lower() in (*MODEL_SECTIONS, *CONFIG_NAMES):
+            continue
+        collected[name] = rest if isinstance(rest, Unread) else value
     return {} if _is_state(contents) else inner | collected | of_model
+
+
+def _opened(name: str, value: Any) -> tuple[list[Mapping[Any, Any]], Any]:
+    """The sections in a value: the dictionaries in it, in its lists, and in a JSON text, and lists
+    of names and values. Vocabularies, tensors, entries of a log and states of the trainer are
+    omitted. The second result is the rest of the value; None if nothing remains."""
+    if isinstance(value, str | bytes):
+        value = _stated_by_text(name, value)
+    if isinstance(value, Mapping):
+        return [] if _is_table(value) or _is_of_others(name, value) else [value], None
+    if not isinstance(value, list | tuple):
+        return [], value
+    if pairs := _pairs(name, value):
+        return _opened(name, pairs)
+    sections, rest = list[Mapping[Any, Any]](), list[Any]()
+    for part in value:
+        if isinstance(part, Mapping | list | tuple):
+            inner, part = _opened(name, part)
+            sections += [section for section in inner if not _is_logged(section)]
+            rest += [] if part is None else [part]
+        elif not isinstance(part, Tensor):
+            rest.append(part)
+    return sections, rest if rest or not value else None
+
+
+def _stated_by_text(name: str, text: str | bytes) -> Any:
+    """The value of a JSON text of an object or a list; an `Unread` for another text of a
+    configuration; other texts unchanged."""
+    if text.lstrip()[:1] in ("{", "[", b"{", b"[") and (value := _value(text)):
+        return value
+    if isinstance(text, str) and _mentions(_CONFIGURATION, name) and _ASSIGNMENT.search(text):
+        return Unread(f"a text that is not JSON ({text!r:.60})")
+    return text
+
+
+def _pairs(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """A list of names and values as a dictionary; empty if it is another list. Pairs of texts may
+    belong to a vocabulary."""
+    if not all(isinstance(part, list | tuple) and len(part) == 2 for part in values):
+        return {}
+    if not all(isinstance(part[0], str) for part in values):
+        return {}
+    pairs = dict(values)
+    texts = all(isinstance(value, str) for value in pairs.values())
+    known = len(pairs) == len(values) and (not texts or _mentions(_CONFIGURATION, name))
+    return pairs if known else {}
+
+
+def _is_configuration(name: str, values: list[Any]) -> bool:
+    """True if the name of a list says that it is a configuration, or if it holds an `Unread`."""
+    return _mentions(_CONFIGURATION, name) or Unread.is_in(values)
+
+
+def _is_logged(values: Mapping[Any, Any]) -> bool:
+    """True for an entry of a log."""
+    return _SHAPE.isdisjoint(map(str, values)) and any(
+        _LOGGED.fullmatch(str(key).lower()) and is_number(value) for key, value in values.items()
+    )
+
+
+def _is_of_others(name: str, values: Mapping[Any, Any]) -> bool:
+    """True for a section about the optimizer, and under any name for the state of an optimizer, a
+    scheduler, a tokenizer or the like."""
+    return _mentions(_OPTIMIZER_SETTINGS, name) or not _OF_OTHERS.isdisjoint(map(str, values))
 
 
 def _is_state(values: Mapping[Any, Any]) -> bool:
@@ -368,8 +482,9 @@ def _is_state(values: Mapping[Any, Any]) -> bool:
 
 
 def _mentions(pattern: re.Pattern[str], name: str) -> bool:
-    """True if a word of the name of a section matches a pattern."""
-    return any(pattern.fullmatch(word) for word in re.split(r"[\W_]+", snake_case(name)))
+    """True if the name of a section or a word of it matches a pattern."""
+    lowered = snake_case(name)
+    return any(pattern.fullmatch(word) for word in (lowered, *re.split(r"[\W_]+", lowered)))
 
 
 def _is_table(values: Mapping[Any, Any]) -> bool:
@@ -387,15 +502,24 @@ def _unread_beside(path: Path) -> dict[str, Any]:
     return {name: "not read" for name in UNREAD_SETTINGS if path.with_name(name).is_file()}
 
 
-def _document_beside(path: Path) -> dict[str, Any]:
-    """The JSON object in the first settings file next to the weights; empty if there is none."""
-    for name in SETTINGS_FILES:
-        file = path.parent / name
-        if file.is_file():
+def _contradicted(inside: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that may change a logit and differ between the weight file and the files next to
+    it. Neither value is read."""
+    return {
+        name: Unread(f"{inside[name]!r} in the file, {beside[name]!r} next to it")
+        for name in unshown(inside).keys() & beside.keys()
+        if inside[name] != beside[name]
+    }
+
+
+def _documents_beside(path: Path) -> dict[str, Any]:
+    """The contents of the settings files next to the weights, by file name."""
+    documents = {}
+    for name in (*SETTINGS_FILES, f"{path.stem}.json", f"{path.stem}_config.json"):
+        file = path.with_name(name)
+        if file.is_file() and file != path:
             try:
-                document = source_json(file)
+                documents[name] = source_json(file)
             except ConvertError as error:
                 raise ConvertError(f"{error} (next to the weights)") from error
-            if isinstance(document, dict):
-                return document
-    return {}
+    return documents

@@ -18,7 +18,7 @@ from logitd.model.convert.by_role.names import (
     TIED,
 )
 from logitd.model.convert.by_role.stated import as_number, is_number
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, Unread
 
 _KNOWN = frozenset(name for names in SETTINGS.values() for name in names)
 COMPUTED = ("activation", "norm_first", "norm_eps", "rope_theta", "qk_norm", "qk_norm_eps")
@@ -39,7 +39,7 @@ _SHAPE = (
 )
 """Names of settings whose effect the tensors show, such as widths, biases, shared keys and a tied
 head."""
-_FLAGS = (RMS_SETTING, ROTARY_SETTING, SWIGLU_SETTING)
+FLAGS = (RMS_SETTING, ROTARY_SETTING, SWIGLU_SETTING)
 """Names of flags that recognition by role reads."""
 _COUNTED = (
     r"(epochs?|updates?|steps?|iters?|iterations?|interval|every|freq|frequency|tokens|samples|"
@@ -88,12 +88,14 @@ PER_LAYER = re.compile(
 )
 """Names of lists, and of texts such as "SSL", that say how layers differ."""
 _KIND = re.compile(
-    r"(((self|causal)_)?(attn|attention)(_mask)?|residual|block|rope|rotary|norm|"
-    r"(mlp|ffn?|feed_forward)|qkv|gate|softmax|mask|logits?|(token_)?mixer)"
+    r"(((self|causal)_)?(attn|attention)(_mask)?|residual|block|rope|rotary|"
+    r"(layer_?|rms_?)?norm(alization)?|"
+    r"(mlp|ffn?|feed_forward)|qkv|gqa|mqa|gate|softmax|mask|logits?|(token_)?mixer)"
     r"(_(type|kind|mode|class|variant|style|layout|order|format|layer|impl(ementation)?|fn|"
-    r"function))?|(final|output|logits?|head)_(activation|act|fn|nonlinearity)|"
+    r"function))?|((final|output|logits?|head)_)+(activation|act|fn|nonlinearity)|"
     r"(rope|rotary|attn|attention|softmax|score|logits?|emb|embed|embedding|embeddings)_"
-    r"(scale|scaling)(_type)?|layout"
+    r"(scale|scaling)(_type)?|(scale|scaling)_(type|kind|mode)|layout|"
+    r"(.*_)?soft_?cap(ping)?(_.*)?"
 )
 """Names of texts that may say how attention, a block, a norm or the like is computed."""
 _USUAL = frozenset(
@@ -128,13 +130,15 @@ logits as this project's GPT."""
 
 def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> dict[str, Any]:
     """The numbers, flags, lists of them and lists of unlike layers that are not understood and may
-    change logits, and texts about attention, blocks and rotary positions. Numbers equal to 0 are
-    omitted, because they usually turn a feature off. Recognition `by_role` understands the settings
-    of COMPUTED and the number of heads. Any other reader passes only the settings that it did not
-    use, so these are unknown, even strings."""
+    change logits, texts about attention, blocks and rotary positions, and values that cannot be
+    read. Numbers equal to 0 are omitted, because they usually turn a feature off. Recognition
+    `by_role` understands the settings of COMPUTED and the number of heads. Any other reader passes
+    only the settings that it did not use, so these are unknown, even strings."""
     known = _KNOWN if by_role else _KNOWN - _UNSHOWN
 
     def is_unknown(name: str, value: Any) -> bool:
+        if Unread.is_in(value):
+            return _NAMES.fullmatch(name) is None
         if isinstance(value, list) and PER_LAYER.fullmatch(name):
             return not all(map(_is_usual, value))
         if isinstance(value, list):
@@ -153,7 +157,7 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
             and (value is False or value != 0)
             and name not in known
             and not _is_neutral(name, value)
-            and not (by_role and isinstance(value, bool) and any(f.fullmatch(name) for f in _FLAGS))
+            and not (by_role and isinstance(value, bool) and any(f.fullmatch(name) for f in FLAGS))
             and _NAMES.fullmatch(name) is None
         )
 

@@ -99,6 +99,9 @@ def qkv_layout(file: Evidence) -> Finding:
 
 def qk_norm(file: Evidence) -> Finding:
     mapped, (value, key) = file.tensors.map, setting(file.settings, "qk_norm")
+    if value is None:
+        texts = ((v, k) for k, v in file.settings.items() if words.matches(words.QK_NORM_TEXT, k))
+        value, key = next(((v, k) for v, k in texts if isinstance(v, str)), (None, ""))
     if mapped.has("query_norm") != mapped.has("key_norm"):
         name = mapped.name("query_norm") or mapped.name("key_norm")
         raise ConvertError(

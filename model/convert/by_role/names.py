@@ -214,6 +214,8 @@ TIED = re.compile(
 """Names of settings that say whether the head is the token embedding."""
 NORM_SETTING = re.compile(r"norm|(^|_)ln(_|$)")
 RMS_SETTING = re.compile(r"(use_|is_)?(?<!no)rms_?norm|^(use_|is_)?rms$")
+QK_NORM_TEXT = re.compile(r"(qk|query_key)_?(layer_?|rms_?)?norm(_?(type|kind|mode|fn|class))?")
+"""Names of texts that say how queries and keys are normalized."""
 ROTARY_SETTING = re.compile(
     r"(use_|is_|with_)?(rope|rotary)(_(pos|position|positional))?(_(emb|embed|embeddings?|encoding))?"
 )

@@ -22,7 +22,7 @@ from logitd.model.convert.by_role.objective import LogitsObjective
 from logitd.model.convert.by_role.resolution import OpenQuestions, question
 from logitd.model.convert.by_role.stated import ANY_EPS, read_eps, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.convert.unknown_settings import is_of_training, unshown
 from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
 from logitd.model.owner_code.process.build import Request
@@ -214,6 +214,8 @@ def _obstacle(value: Any, depth: int = 0) -> str:
     match value:
         case None | bool() | int() | float() | str():
             return ""
+        case Unread():
+            return repr(value)
         case Tensor():
             return f"a tensor of shape {list(value.shape)}"
         case dict() if not all(isinstance(key, str) for key in value):
@@ -245,6 +247,19 @@ def _for_evaluation(value: Any) -> Any:
         else _for_evaluation(part)
         for key, part in value.items()
     }
+
+
+def require_read(code: OwnerCode, unknown: Mapping[str, Any]) -> None:
+    """Raise ConvertError if the file has values that cannot be read, unless the expression passes
+    arguments: the code would use its own values instead."""
+    unread = {name: value for name, value in unknown.items() if Unread.is_in(value)}
+    if unread and not isinstance(ast.parse(code.expression, mode="eval").body, ast.Call):
+        raise ConvertError(
+            f"{code}: the file has values that cannot be read, so the code would use its defaults: "
+            f"{', '.join(f'{name} is {value!r}' for name, value in unread.items())}. Give an "
+            "expression that creates the model as it was trained, such as "
+            "'gpt.py:GPT(GPTConfig(n_head=4))'"
+        )
 
 
 def doubtful_eps(settings: Mapping[str, Any]) -> dict[str, float]:

@@ -27,6 +27,9 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.plural import pluralize
 
 _ALIBI = re.compile(r"(use_|with_)?alibi(_.*)?")
+_LEARNED = re.compile(r"learn|train|absolute|sinus|sincos|fixed|embed|wpe|^(abs|add)$")
+_ROTARY = re.compile("rope|rotary")
+"""Texts of settings about positions that agree with a table of positions, and with rotation."""
 CONTEXT_IF_UNKNOWN = 1024
 """Context length that is assumed if nothing in the file shows it. The number does not change the
 computation, but the model's output is poor at positions beyond those that it was trained on."""
@@ -46,11 +49,12 @@ def positions(file: Evidence) -> Finding:
         rotary = f"{name} of its settings"
     elif on is None and (said := setting(file.settings, "rope_theta"))[1] and not is_off(said[0]):
         rotary = f"{said[1]} of its settings"
+    _refuse_alibi(file)
     if file.tensors.map.has("positions"):
         name = file.tensors.map.name("positions")
-        if rotary:
-            origin = f"{name} is a table of positions, but there is also {rotary}"
-            return Finding(("learned", "rotary"), origin, True)
+        if rotary or stated:
+            origin = f"{name} is a table of positions, but there is also {rotary or stated}"
+            return Finding(("learned", *options) if stated else ("learned", "rotary"), origin, True)
         if not words.names_positions(name):
             origin = f"only its shape says that {name} is added"
             return Finding(("learned", *options), origin, True)
@@ -62,6 +66,14 @@ def positions(file: Evidence) -> Finding:
             )
             return Finding(("learned",), origin, True)
         return Finding(("learned",), f"{name} is added")
+    if rotary and stated:
+        return Finding(options, f"{rotary}, but {stated}", True)
+    if rotary:
+        return Finding(("rotary",), rotary)
+    return Finding(options, "there is no table of positions", True)
+
+
+def _refuse_alibi(file: Evidence) -> None:
     for name, value in file.settings.items():
         text = isinstance(value, str) and _ALIBI.fullmatch(value.lower().strip())
         if text or ("alibi" in name.lower() and value is True):
@@ -70,11 +82,6 @@ def positions(file: Evidence) -> Finding:
                 "distance, which a GPTConfig cannot express. Serve the owner's class with "
                 "--code FILE:NAME --run-code"
             )
-    if rotary and stated:
-        return Finding(options, f"{rotary}, but {stated}", True)
-    if rotary:
-        return Finding(("rotary",), rotary)
-    return Finding(options, "there is no table of positions", True)
 
 
 def _rows_before_positions(file: Evidence) -> int:
@@ -92,17 +99,20 @@ def _rows_before_positions(file: Evidence) -> int:
 
 
 def _stated_positions(file: Evidence) -> str:
-    """The setting that says that positions are not rotary; "" if there is none."""
+    """The setting that says that positions are others than the file shows: not rotary or, if there
+    is a table of positions, not learned. "" if there is none."""
     on, name = file.flag(words.ROTARY_SETTING)
-    if on is False:
+    has_table = file.tensors.map.has("positions")
+    if on is False and not has_table:
         return f"{name} is False"
+    usual = _LEARNED if has_table else _ROTARY
     return next(
         (
             f"{name} is {value!r}"
             for name, value in file.settings.items()
             if isinstance(value, str)
             and words.matches(words.POSITIONS, name)
-            and not re.search("rope|rotary", value.lower())
+            and not usual.search(value.lower())
         ),
         "",
     )

@@ -30,7 +30,7 @@ from logitd.model.convert.by_role.objective import (
     Objective,
     text_objectives,
 )
-from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits
+from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, require_read
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN, check_rotary_width
 from logitd.model.convert.by_role.questions import find
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
@@ -230,6 +230,7 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
         length = findings["context_length"].values[0]
         objectives = text_objectives(text, length, recognized.file.loss)
     if code is not None:
+        require_read(code, recognized.unknown)
         values, special = recognized.file.values, recognized.special_ids
         compared = owner_logits(code, tensors, findings, values, special_ids=special)
         _require_within(compared, recognized)

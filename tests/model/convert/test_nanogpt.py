@@ -122,6 +122,46 @@ def test_stated_computation_of_a_changed_copy_is_kept(
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("qk_norm", True), ("activation", "relu"), ("norm_eps", 1e-3), ("pre_norm", False)),
+        ("use_rmsnorm", True),
+    ],
+)
+def test_computation_that_only_the_training_states_is_kept(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    """`config` has all global variables of train.py; some were understood but not used."""
+    save(tmp_path / "ckpt.pt", small(len(STOI)), config={"learning_rate": 1e-3, name: value})
+    with pytest.raises(OpenQuestions, match="--score-scale"):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rope_theta", 10000.0), ("use_rope", True), ("swiglu", True), ("n_kv_head", 1)),
+        *(("qk_norm_eps", 1e-6), ("pos_emb", "rope"), ("eps", 1e-8), ("softcap", 15.0)),
+    ],
+)
+def test_setting_that_only_the_training_states_is_asked_about(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    save(tmp_path / "ckpt.pt", small(len(STOI)), config={"learning_rate": 1e-3, name: value})
+    with pytest.raises(OpenQuestions, match=f"not understood, .*: {name} {value!r}"):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer="none")
+
+
+def test_settings_that_nanogpt_agrees_with_are_not_asked_about(tmp_path: Path) -> None:
+    """A resumed training states its own sizes next to those of the checkpoint."""
+    model = small(len(STOI))
+    own = {"activation": "gelu", "qk_norm": False, "norm_eps": 1e-5, "use_rope": False,
+           "num_heads": model.config.n_head, "n_head": 99, "pos_emb": "learned"}  # fmt: skip
+    save(tmp_path / "ckpt.pt", model, config={"learning_rate": 1e-3, **own})
+    import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer="none")
+
+
+@pytest.mark.parametrize(
     ("name", "value"), [("attn_type", "linear"), ("positions", "alibi"), ("window_size", 8)]
 )
 def test_setting_that_may_name_another_computation_is_asked_about(

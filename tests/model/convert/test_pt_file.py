@@ -7,20 +7,21 @@ import contextlib
 import enum
 import os
 import pickle
+import re
 import sys
 import types
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.convert.pt_file import read_plain_pickle, read_pt
 
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(2)}
@@ -41,6 +42,17 @@ class OwnConfig:
 @dataclass(frozen=True, slots=True)
 class SlottedConfig:
     n_embd: int = 48
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenConfig:
+    n_embd: int = 48
+    cap: float = 15.0
+
+
+class TupleConfig(NamedTuple):
+    n_embd: int = 48
+    cap: float = 15.0
 
 
 class Box(dict[str, Any]):
@@ -136,6 +148,32 @@ def test_configurations_of_any_class_are_read_as_their_values(
     loaded = read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": config}))
     assert loaded["config"] == values
     assert_is_state(loaded["model"])
+
+
+@pytest.mark.parametrize("config", [FrozenConfig(), TupleConfig(), (FrozenConfig(),)])
+def test_values_without_names_are_described(config: Any, tmp_path: Path) -> None:
+    """They were dropped, or became a list like any other."""
+    loaded = read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": config}))["config"]
+    assert Unread.is_in(loaded)
+    assert re.search(r"(Frozen|Tuple)Config\(48, 15\.0\) \(its values have no names", str(loaded))
+
+
+def test_arrays_and_deep_attributes_are_read(tmp_path: Path) -> None:
+    deep = argparse.Namespace(window=np.array([[8, 4]]), cap=np.float32(2.5), big=np.zeros(2**17))
+    for _ in range(7):
+        deep = argparse.Namespace(inner=deep)
+    loaded = read_pt(saved(tmp_path / "m.pt", {"model": STATE, "args": deep}))["args"]
+    for _ in range(7):
+        loaded = loaded["inner"]
+    assert loaded == {"window": [[8, 4]], "cap": 2.5, "big": {}}
+
+
+def test_objects_that_refer_to_their_parents_are_read(tmp_path: Path) -> None:
+    """A hundred objects that refer to their parent were visited more than 10 ** 10 times."""
+    config = argparse.Namespace()
+    vars(config).update({f"n{n}": argparse.Namespace(parent=config, n=n) for n in range(100)})
+    loaded = read_pt(saved(tmp_path / "m.pt", {"model": STATE, "hparams": config}))["hparams"]
+    assert loaded == {f"n{n}": {"parent": None, "n": n} for n in range(100)}
 
 
 @pytest.mark.parametrize(

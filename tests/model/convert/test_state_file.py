@@ -1,11 +1,17 @@
 """Weights files of a training run: the state dict in any wrapping, the settings, and the choice of
 a file in a folder."""
 
+import argparse
 import json
+import random
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -215,6 +221,114 @@ def test_vocabulary_is_not_read_as_settings(tmp_path: Path) -> None:
     assert read_state_file(saved(tmp_path / "m.pt", value)).settings == {"n_head": 4}
 
 
+CONFIG = {"rope_theta": 5e5, "softcap": 15.0, "n_head": 4}
+
+
+def deep_namespace(depth: int) -> argparse.Namespace:
+    inner = argparse.Namespace(**CONFIG)
+    return argparse.Namespace(part=deep_namespace(depth - 1)) if depth else inner
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({"config": json.dumps(CONFIG)}, {"model_args": json.dumps(CONFIG).encode()}),
+        *({"cfg": [CONFIG]}, {"hparams": (CONFIG,)}, {"config": (("a", CONFIG),)}),
+        *({"config": [*CONFIG.items()]}, {"args": deep_namespace(6)}),
+        *({key: argparse.Namespace(**CONFIG)} for key in ("opt", "model_opt", "train_opt")),
+        {"model_args": {"n_head": 4}, "train_args": {"lr": 1e-3, "softcap": 15.0,
+         "rope_theta": 5e5}},
+        {"model_args": {"n_head": 4, "rope_theta": 5e5}, "training": {"softcap": 15.0}},
+    ],
+)  # fmt: skip
+def test_settings_in_any_form_are_read(value: Any, tmp_path: Path) -> None:
+    """The logit cap was dropped, and so were all settings of some forms."""
+    file = read_state_file(saved(tmp_path / "m.pt", {"model": STATE, **value}))
+    assert CONFIG.items() <= file.settings.items()
+    assert CONFIG.items() <= file.values.items()
+    assert file.unknown == {"softcap": 15.0}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"config": json.dumps(CONFIG)},
+        {name: str(value) for name, value in CONFIG.items()} | {"tie": "True"},
+    ],
+)
+def test_metadata_of_safetensors_are_read(metadata: dict[str, str], tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors", {"format": "pt", **metadata})
+    file = read_state_file(tmp_path / "m.safetensors")
+    assert CONFIG.items() <= file.settings.items()
+    assert file.unknown == {"softcap": 15.0}
+    assert file.settings.get("tie", True) is True
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenConfig:
+    n_head: int = 4
+    softcap: float = 15.0
+
+
+@pytest.mark.parametrize(
+    ("value", "description"),
+    [
+        ({"config": FrozenConfig()}, r"FrozenConfig\(4, 15\.0\)"),
+        ({"config": [FrozenConfig()]}, r"FrozenConfig\(4, 15\.0\)"),
+        ({"run": {"config": {"config": FrozenConfig()}}}, r"FrozenConfig\(4, 15\.0\)"),
+        ({"config": str(argparse.Namespace(**CONFIG))}, "not JSON .*Namespace"),
+        ({"config": [4, 15.0]}, r"\[4, 15\.0\]"),
+        ({"config": deep_namespace(12)}, "levels of sections"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_unknown(
+    value: Any, description: str, tmp_path: Path
+) -> None:
+    """They were dropped without a word."""
+    file = read_state_file(saved(tmp_path / "m.pt", {"model": STATE, **value}))
+    (unread,) = file.unknown.values()
+    assert re.search(description, repr(unread))
+
+
+def lightning_loops() -> dict[str, Any]:
+    progress = {part: {"ready": 1200, "completed": 1200} for part in ("total", "current")}
+    epoch_loop = {"epoch_loop.state_dict": {"_batches_that_stepped": 1200}, "progress": progress}
+    return {"fit_loop": epoch_loop, "validate_loop": {"progress": progress}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({"opt": optimizer_state()}, {"opt_state": [optimizer_state()]}),
+        {"any": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(
+            [nn.Parameter(torch.ones(1))], 0.1), 7).state_dict()},
+        {"MixedPrecision": torch.amp.GradScaler("cpu").state_dict() | {"growth_interval": 9}},
+        {"loops": lightning_loops()},
+        {"log": [{"step": 1, "train": 5.1, "gain": 2.0}, {"step": 2, "train": 4.1}]},
+        {"curve": [{"epoch": 1, "gain": 2.0}]},
+        {"rng": {"python": random.getstate(), "numpy": np.random.get_state()}},
+        {"numpy_random": np.random.get_state(), "n_layer": 1, "started": datetime.now()},
+        {"tokenizer": json.dumps({"added_tokens": [{"id": 3, "lstrip": False}],
+                                  "model": {"vocab": {"a": 0}, "fuse_unk": False}})},
+        {"itos": ["a", "{", "[1]"], "config": "configs/small.yaml", "args": Path("a/b")},
+        {"training_state": {"cursor": 3}, "code": "n_head = 4", "note": '{"a": 1'},
+    ],
+)  # fmt: skip
+def test_states_of_a_training_are_not_asked_about(value: Any, tmp_path: Path) -> None:
+    assert read_state_file(saved(tmp_path / "m.pt", {"model": STATE, **value})).unknown == {}
+
+
+def test_all_settings_files_next_to_the_weights_are_read(tmp_path: Path) -> None:
+    """Only the first was read."""
+    save_file(STATE, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text('{"n_head": 4}')
+    (tmp_path / "args.json").write_text('{"softcap": 15.0, "n_head": 4}')
+    (tmp_path / "m.json").write_text('{"dim": 8}')
+    file = read_state_file(tmp_path / "m.safetensors")
+    assert file.settings == {"n_head": 4, "dim": 8, "softcap": 15.0}
+    assert file.unknown == {"softcap": 15.0}
+
+
 @pytest.mark.parametrize("name", ["config.json", "model_config.json", "args.json", "params.json"])
 def test_settings_next_to_the_file_are_read(name: str, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "model.safetensors")
@@ -223,9 +337,18 @@ def test_settings_next_to_the_file_are_read(name: str, tmp_path: Path) -> None:
 
 
 def test_settings_in_the_file_override_neighboring_ones(tmp_path: Path) -> None:
-    saved(tmp_path / "m.pt", {"model": STATE, "config": {"n_head": 4}})
-    (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "n_layer": 1}))
-    assert read_state_file(tmp_path / "m.pt").settings == {"n_head": 4, "n_layer": 1}
+    saved(tmp_path / "m.pt", {"model": STATE, "config": {"n_head": 4, "lr": 1.0}})
+    (tmp_path / "config.json").write_text(json.dumps({"n_head": 4, "lr": 2.0, "n_layer": 1}))
+    assert read_state_file(tmp_path / "m.pt").settings == {"n_head": 4, "lr": 1.0, "n_layer": 1}
+
+
+def test_neighboring_settings_that_contradict_the_file_are_not_read(tmp_path: Path) -> None:
+    """The file's value was taken without a word."""
+    saved(tmp_path / "m.pt", {"model": STATE, "config": {"rope_theta": 1e4, "softcap": 0.0}})
+    (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 5e5}))
+    file = read_state_file(tmp_path / "m.pt")
+    assert repr(file.settings["rope_theta"]) == "10000.0 in the file, 500000.0 next to it"
+    assert file.values["rope_theta"] == file.settings["rope_theta"]
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"a": '])
@@ -236,13 +359,13 @@ def test_broken_file_next_to_the_weights_is_named(text: str, tmp_path: Path) -> 
         read_state_file(tmp_path / "m.pt")
 
 
-def test_list_next_to_the_weights_is_ignored(tmp_path: Path) -> None:
+def test_list_next_to_the_weights_is_unknown(tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", STATE)
     (tmp_path / "config.json").write_text("[1, 2]")
-    assert read_state_file(tmp_path / "m.pt").settings == {}
+    assert read_state_file(tmp_path / "m.pt").unknown == {"config.json": [1, 2]}
 
 
-SCALARS = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+SCALARS = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=2)
 SECTIONS = st.recursive(
     st.dictionaries(st.text(min_size=1, max_size=3), SCALARS, max_size=4),
     lambda inner: st.dictionaries(st.text(min_size=1, max_size=3), SCALARS | inner, max_size=3),

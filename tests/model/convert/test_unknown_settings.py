@@ -41,6 +41,8 @@ ANSWERS: dict[str, Any] = {
         # A number as a text, lists of numbers, and texts about one part of attention.
         ("softcap", "30.0"), ("alibi_slopes", [0.5, 0.25]), ("residual_scale", [1, 0.5]),
         ("attn_impl", "alibi"), ("softmax", "entmax"), ("attention_fn", "relu"),
+        ("normalization", "batchnorm"), ("layernorm_type", "dyt"), ("gqa_mode", "tile"),
+        ("final_logit_activation", "tanh"), ("scale_type", "mup"), ("softcap", "tanh30"),
         ("mask", "prefix"), ("final_activation", "tanh"), ("mixer", "mamba"),
     ],
 )  # fmt: skip
@@ -184,7 +186,7 @@ def of_transformers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"softcap": 15.0}), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "hparams.yml"])
+@pytest.mark.parametrize("name", ["config.yaml", "hparams.yml", "config.toml"])
 def test_settings_in_a_file_that_is_not_read_are_a_question(name: str, tmp_path: Path) -> None:
     """A logit cap in a YAML file next to the weights was ignored without a word."""
     save(tmp_path / "m.pt", small(len(STOI)), stoi=STOI)

@@ -5,6 +5,7 @@ That process is tested in `test_owner_process.py`.
 
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from torch import nn
 from logitd.model.convert.by_role.owner_code import (
     owner_logits,
     parse_owner_code,
+    require_read,
     said_in,
 )
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.owner_code import process
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import DICTIONARY, SCRIPT
@@ -84,6 +86,17 @@ def test_owner_code_answers_all_questions(write: Write) -> None:
     assert "logits of gpt.py:GPT on random ids" in read.facts["verified"]
     assert read.facts["warning"].startswith("assumed from the defaults of gpt.py:GPT: heads=4.")
     assert not (code.file.parent / "training-has-begun").exists()
+
+
+def test_values_that_cannot_be_read_need_an_expression(write: Write, book: nn.Module) -> None:
+    """The class was created with its defaults, and the import said that its logits agree."""
+    unknown = {"config": Unread("GPTConfig(4)"), "softcap": 1.0}
+    code = write(DICTIONARY)
+    file = recognize_file(replace(state_file(book), unknown=unknown), RoleOptions(code=code))
+    with pytest.raises(ConvertError, match=r"gpt\.py:GPT: .* config is GPTConfig\(4\)\. Give"):
+        read_by_role(file)
+    require_read(replace(code, expression="GPT(n_head=4)"), unknown)
+    require_read(code, {"softcap": 1.0})
 
 
 @pytest.mark.slow

@@ -35,6 +35,9 @@ def of_tensors(tensors: dict[str, Tensor], **settings: Any) -> dict[str, Finding
         ("llama", "qk_norm", {"qk_norm": 1}, "unit"),
         ("llama", "qk_norm", {"qk_norm": "rms"}, "unit"),
         ("llama", "qk_norm", {"qk_norm": False}, "none"),
+        ("llama", "qk_norm", {"qk_norm_type": "rms"}, "unit"),
+        ("llama", "qk_norm", {"query_key_norm": "rmsnorm"}, "unit"),
+        ("llama", "qk_norm", {"qk_norm": False, "qk_norm_type": "rms"}, "none"),
         ("llama", "qk_norm", {"use_qk_norm": "none"}, "none"),
         ("llama", "norm_eps", {"eps": 1e-3}, 1e-3),
         ("llama", "positions", {"use_rope": True}, "rotary"),
@@ -58,6 +61,7 @@ def test_setting_is_understood(name: str, field: str, settings: dict[str, Any], 
         ("llama", "norm_eps", {"eps": 1e-8, "lr": 3e-4}),
         ("llama", "rope_theta", {"rope_theta": -1.0}),
         ("llama", "qk_norm", {"qk_norm": "l2"}),
+        ("llama", "qk_norm", {"qk_norm_kind": "l2"}),
         ("llama", "qk_norm", {"qk_layernorm": True}),
         ("llama", "n_head", {"n_head": 4, "head_dim": 16}),
         ("llama", "n_head", {"n_head": 4, "n_kv_head": 4}),
@@ -106,6 +110,22 @@ def test_text_that_contains_alibi_is_no_position() -> None:
     assert finding("llama", "positions", run="runs/no-alibi-2").ambiguous
     with pytest.raises(ConvertError, match="pos is 'alibi'"):
         finding("llama", "positions", pos="alibi")
+
+
+@pytest.mark.parametrize("text", ["rope", "rotary", "relative_key", "none"])
+def test_text_that_contradicts_a_table_of_positions_is_a_question(text: str) -> None:
+    """The table was added."""
+    found = finding("nanoGPT", "positions", pos_encoding=text)
+    assert found.ambiguous
+    assert {"learned", "rotary", "none"} <= set(found.values)
+    assert f"pos_encoding is '{text}'" in found.origin
+    with pytest.raises(ConvertError, match="position_type is 'alibi'"):
+        finding("nanoGPT", "positions", position_type="alibi")
+
+
+@pytest.mark.parametrize("text", ["learned", "learnable", "absolute", "sinusoidal"])
+def test_text_that_agrees_with_a_table_of_positions_is_no_question(text: str) -> None:
+    assert finding("nanoGPT", "positions", pos_encoding=text, use_rope=False).resolved
 
 
 def test_other_number_of_layers_is_refused() -> None:
