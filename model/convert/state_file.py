@@ -191,16 +191,20 @@ def read_tensors(path: Path) -> Mapping[Any, Any]:
             return read_pt(path)
     try:
         with safe_open(path, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            # `save_model` stores a tensor with several names once, and the others as metadata.
+            twins = (opened.metadata() or {}).items()
+            return {twin: tensors[name] for twin, name in twins if name in tensors} | tensors
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Read the texts in the header of a safetensors file, by name. Texts that are JSON or a flag of
-    Python become their values."""
+    """Read the texts in the header of a safetensors file, by name, except further names of tensors.
+    Texts that are JSON or a flag of Python become their values."""
     with safe_open(path, framework="pt") as opened:
-        texts: Mapping[str, str] = opened.metadata() or {}
+        names = frozenset(opened.keys())
+        texts = {k: v for k, v in (opened.metadata() or {}).items() if v not in names}
     flags = {"True": True, "False": False, "None": None}
     return {name: flags[text] if text in flags else _value(text) for name, text in texts.items()}
 

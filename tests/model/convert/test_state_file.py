@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from logitd.model.convert.foreign import ConvertError
@@ -73,6 +73,19 @@ def test_model_is_preferred_to_its_average(beside: str, tmp_path: Path) -> None:
     for value in ({beside: OTHER, "model": STATE}, {"model": STATE, beside: OTHER},
                   {beside: {"shadow": OTHER}, "state_dict": STATE}):  # fmt: skip
         assert_is_state(read_state_file(saved(tmp_path / "m.pt", value)).tensors)
+
+
+def test_names_of_a_tensor_that_save_model_drops_are_restored(tmp_path: Path) -> None:
+    """Only the head was left of a tied embedding, so the model had no token embedding."""
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 3), "lm_head": nn.Linear(3, 5, bias=False)})
+    model.update({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["lm_head"].weight = model["wte"].weight
+    save_model(model, str(tmp_path / "m.safetensors"), metadata={"format": "pt"})
+    file = read_state_file(tmp_path / "m.safetensors")
+    tensors = file.tensors
+    assert file.settings == {"format": "pt"}
+    assert tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensors[name], t) for name, t in model.state_dict().items())
 
 
 def test_equally_likely_state_dicts_raise_a_question(tmp_path: Path) -> None:
