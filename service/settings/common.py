@@ -158,8 +158,9 @@ BatchCode = Annotated[
 Vocabulary = Annotated[
     str | None,
     Field(
-        description="vocabulary instead of the source's: gpt2, cl100k_base, o200k_base; a file "
-        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
+        description="vocabulary instead of the source's: an encoding of tiktoken, such as "
+        "gpt2 or cl100k_base; a file of ranks, a tokenizer.json, or a vocabulary as JSON or pickle "
+        "(meta.pkl); "
         "bytes, printable or ascii; characters:TEXT, the sorted characters of a "
         "text, with ,first=N or ,last=N for N more ids before or after; "
         "words:FILE, a token per line or a JSON list; none, only token ids",

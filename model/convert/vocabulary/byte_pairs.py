@@ -31,6 +31,7 @@ from logitd.model.convert.vocabulary.words import (
     special_names,
     word_tokenizer,
 )
+from logitd.model.text.published import O200K_PATTERN
 from logitd.model.text.tokenizer import Tokenizer
 
 GPT4_PATTERN = (
@@ -40,6 +41,7 @@ GPT4_PATTERN = (
 CUTS = {
     "GPT-4's pattern": GPT4_PATTERN,
     "GPT-2's pattern": GPT2_PATTERN,
+    "GPT-4o's pattern": O200K_PATTERN,
     "a word, a number or punctuation with the white space before it": (
         r"\s?\p{L}+|\s?\p{N}+|\s?[^\s\p{L}\p{N}]+|\s+"
     ),
@@ -156,7 +158,10 @@ def _assumed(tokens: Iterable[bytes]) -> tuple[str, str]:
     texts = [token.decode(errors="ignore") for token in tokens if len(token) > 1]
     for name, pattern in CUTS.items():
         cut = regex.compile(pattern)
-        if texts and all(len(cut.findall(text)) <= 1 for text in texts):
+        torn = [text for text in texts if len(cut.findall(text)) > 1]
+        whole = "\0".join(set(texts).difference(torn))
+        # A part of a whole token may be torn by itself: `'r` of `'re`.
+        if texts and all(text in whole for text in torn):
             return pattern, (
                 "the split pattern before merging is not stored: no token crosses a split by "
                 f"{name}, so that is assumed; if another was used, some ids differ"

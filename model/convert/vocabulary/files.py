@@ -7,6 +7,7 @@ Code in a file is never run.
 
 import base64
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,18 +15,25 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from logitd.model.checkpoint.checkpoint import CONFIG
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
 from logitd.model.convert.hf.chat_template import read_template
 from logitd.model.convert.hf.special_tokens import TOKENIZER_CONFIG
 from logitd.model.convert.hf.tokenizer import TOKENIZER, read_tokenizer
 from logitd.model.convert.pt_file import read_plain_pickle
-from logitd.model.convert.source_file import source_bytes, source_json, source_text
+from logitd.model.convert.source_file import (
+    object_beside,
+    source_bytes,
+    source_json,
+    source_text,
+)
 from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.llama2c import llama2c_tokenizer
 from logitd.model.convert.vocabulary.table import Table, read_merges, table_of
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT
 from logitd.model.files import VOCABULARY_BYTES
-from logitd.model.text.published import published_tokenizer
+from logitd.model.text.published import KNOWN_FILES, WITH_MORE, published_tokenizer
+from logitd.model.text.tokenizer import Tokenizer, parse_ranks
 
 NAMES = (
     *("meta.pkl", "meta.json", "*vocab*", "*tokenizer*", "*mapping*", "*stoi*", "*itos*"),
@@ -63,8 +71,7 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
     if suffix == ".bin":
         return llama2c_tokenizer(raw, str(path))
     if _are_ranks(raw):
-        with naming(path):
-            return ForeignTokenizer(tokenizer=published_tokenizer(str(path)))
+        return _of_ranks(raw, path)
     return _built(table_of_lines(raw, path), path, skip_normalizer)
 
 
@@ -257,6 +264,33 @@ def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
             special=frozenset(names.values()),
         )
     )
+
+
+def _of_ranks(raw: bytes, path: Path) -> ForeignTokenizer:
+    """The vocabulary in a ranks file, which states neither the split pattern nor special tokens.
+    Both are known for a published file, and stated next to the file in a checkpoint of logitd.
+    For any other file, the tokens show the pattern, and special tokens stay unknown."""
+    sha256 = hashlib.sha256(raw).hexdigest()
+    with naming(path):
+        if sha256 in KNOWN_FILES:
+            tokenizer = published_tokenizer(str(path))
+            more = WITH_MORE.get(tokenizer.vocab_size)
+            note = f"--tokenizer {more} has the same ranks, and more special tokens"
+            return ForeignTokenizer(tokenizer=tokenizer, notes=(note,) if more else ())
+        ranks = parse_ranks(raw, path.name)
+        checkpoint = object_beside(path.parent, CONFIG)
+        hashes = checkpoint.get("files")
+        if isinstance(hashes, dict) and hashes.get(path.name) == sha256:
+            return ForeignTokenizer(tokenizer=Tokenizer.described(checkpoint["tokenizer"], ranks))
+    texts = {rank: token for token, rank in ranks.items()}
+    if twice := next((token for token, rank in ranks.items() if texts[rank] != token), None):
+        raise ConvertError(f"{path}: {twice!r} and {texts[ranks[twice]]!r} have the same rank")
+    read = build_tokenizer(Table(texts=texts, where=str(path), ranked=True))
+    note = (
+        "a ranks file states no special tokens; if the model has some, give a pickled "
+        "tiktoken.Encoding"
+    )
+    return replace(read, notes=(*read.notes, note))
 
 
 def _are_ranks(raw: bytes) -> bool:

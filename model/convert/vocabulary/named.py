@@ -1,6 +1,6 @@
 """The values of `--tokenizer`:
 
-gpt2, cl100k_base, o200k_base     a published encoding
+gpt2, cl100k_base, ...            a published encoding
 FILE                              any file that `files.py` reads
 characters:TEXT[,first=N,last=N]  the sorted characters of a text, as in `sorted(set(text))`, with N
                                   additional ids before or after them
@@ -35,8 +35,8 @@ _FIXED: Mapping[str, Sequence[str | bytes]] = {
     "ascii": [chr(code) for code in range(32, 127)],
 }
 FORMS = (
-    "gpt2, cl100k_base, o200k_base, a file (ranks, tokenizer.json, meta.pkl, a vocabulary as JSON "
-    "or pickle), characters:TEXT, words:FILE, bytes, printable, ascii or none"
+    f"{', '.join(PUBLISHED)}, a file (ranks, tokenizer.json, meta.pkl, a vocabulary as JSON or "
+    "pickle), characters:TEXT, words:FILE, bytes, printable, ascii or none"
 )
 
 

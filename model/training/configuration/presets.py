@@ -93,8 +93,8 @@ class Recipe:
     tokenizer: Annotated[
         str,
         Field(
-            description="'own' learns a vocabulary from the text; otherwise gpt2, cl100k_base, "
-            "o200k_base, or the path of a ranks file or a tokenizer.json"
+            description="'own' learns a vocabulary from the text; otherwise an encoding of "
+            "tiktoken, such as gpt2 or cl100k_base, or the path of a ranks file or a tokenizer.json"
         ),
     ] = "own"
     vocab_size: Annotated[

@@ -16,11 +16,17 @@ import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
+from tiktoken_ext import openai_public  # type: ignore[import-untyped]
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.text import pieces
 from logitd.model.text.growing_text import GrowingText
-from logitd.model.text.published import published_tokenizer
+from logitd.model.text.published import (
+    KNOWN_FILES,
+    PUBLISHED,
+    WITH_MORE,
+    published_tokenizer,
+)
 from logitd.model.text.tokenizer import (
     CHARACTERS,
     END_OF_TEXT,
@@ -297,6 +303,23 @@ def test_pattern_cuts_text(text: str, pieces: list[str]) -> None:
 def test_unknown_encoding_is_refused() -> None:
     with pytest.raises(TokenizerError, match=r"gpt5.*gpt2.*cl100k_base.*o200k_base"):
         published_tokenizer("gpt5")
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "gpt2"])
+def test_known_files_are_tiktokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pairs of encodings have the same file; the smaller one's special tokens are known."""
+    loaded: dict[str, str] = {}
+    monkeypatch.setattr(
+        openai_public, "load_tiktoken_bpe", lambda _, expected_hash: loaded.update(of=expected_hash)
+    )
+    encoding = openai_public.ENCODING_CONSTRUCTORS[name]()
+    pattern, special_tokens = KNOWN_FILES[loaded["of"]]
+    assert pattern == encoding["pat_str"]
+    assert special_tokens.items() <= encoding["special_tokens"].items()
+    largest = max(encoding["special_tokens"].values())
+    assert PUBLISHED[name] == encoding.get("explicit_n_vocab", largest + 1)
+    if name not in WITH_MORE.values():
+        assert special_tokens == encoding["special_tokens"]
 
 
 def cached_cl100k() -> Path:

@@ -4,6 +4,8 @@ based."""
 import base64
 import json
 import pickle
+from base64 import b64encode
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ import tiktoken
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tiktoken.load import load_tiktoken_bpe
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.vocabulary.byte_pairs import CUTS, GPT4_PATTERN
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.convert.vocabulary.named import named_vocabulary
+from logitd.model.text.published import KNOWN_FILES, WITH_MORE
 from tests.model.convert.theirs import their_tokenizer
 
+BUNDLED = Path(__file__).parents[4] / "checkpoints" / "python-small"
 Merges = dict[tuple[int, int], int]
 
 
@@ -132,10 +138,9 @@ def test_split_pattern_is_assumed_if_no_token_crosses_it() -> None:
 @pytest.mark.parametrize("pattern", CUTS.values(), ids=CUTS)
 def test_tokens_decide_the_split_pattern(pattern: str) -> None:
     merges = learned(regex.findall(pattern, probe_text()), 200)
-    cut = of({"merges": merges}, rows=456).tokenizer.pattern
-    kept = [token.decode(errors="ignore") for token in vocabulary(merges).values()]
-    assert cut != r"[\s\S]+"
-    assert all(len(regex.findall(cut, text)) <= 1 for text in kept)
+    tokenizer = of({"merges": merges}, rows=456).tokenizer
+    assert tokenizer.pattern != r"[\s\S]+"
+    assert tokenizer.encode(probe_text()) == encoded(probe_text(), merges, pattern)
 
 
 def test_special_token_may_have_an_id_in_between(tmp_path: Path) -> None:
@@ -171,6 +176,53 @@ def test_pickled_tiktoken_encoding_is_read(tmp_path: Path) -> None:
     given = of({}, rows=297, folder=tmp_path)
     assert given.tokenizer.encode(TEXT) == encoding.encode(TEXT)
     assert given.tokenizer.special_tokens == {"<|bos|>": 296}
+
+
+def ranks_file(path: Path, merges: Merges) -> Path:
+    """A file that `tiktoken.load.load_tiktoken_bpe` reads."""
+    lines = (b64encode(token) + b" %d\n" % i for i, token in vocabulary(merges).items())
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("name", ["GPT-4's pattern", "GPT-2's pattern", "GPT-4o's pattern"])
+def test_ranks_file_encodes_as_tiktoken(name: str, tmp_path: Path) -> None:
+    """Texts were cut by logitd's own pattern, and an end of text was made up."""
+    text = "the HOW'S it's they're in 2026 12345 67890 3.14159\n\n  x=1000 " * 4
+    merges = learned(regex.findall(CUTS[name], text), 24)
+    path = ranks_file(tmp_path / "vocab.tiktoken", merges)
+    given = of({}, rows=280, folder=tmp_path)
+    encoding = tiktoken.Encoding(
+        "own", pat_str=CUTS[name], mergeable_ranks=load_tiktoken_bpe(str(path)), special_tokens={}
+    )
+    assert given.tokenizer.encode(text) == encoding.encode(text)
+    assert f"no token crosses a split by {name}" in given.notes[1]
+    assert "no special tokens" in given.notes[2]
+    assert given.tokenizer.special_tokens == {}
+    path.write_bytes(path.read_bytes().replace(b" 279\n", b" 278\n"))
+    with pytest.raises(ConvertError, match="have the same rank"):
+        named_vocabulary(str(path), ids=280, skip_normalizer=False)
+
+
+def test_ranks_file_of_a_checkpoint_has_its_pattern_and_special_tokens() -> None:
+    path = BUNDLED / "tokenizer.tiktoken"
+    given = named_vocabulary(str(path), ids=2048, skip_normalizer=False)
+    stated = json.loads((BUNDLED / "config.json").read_text())["tokenizer"]
+    assert given.tokenizer.pattern == stated["pattern"]
+    assert given.tokenizer.special_tokens == stated["special_tokens"]
+    assert given.notes == ()
+
+
+def test_published_ranks_file_is_known_by_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ranks_file(tmp_path / "vocab.tiktoken", CUT)
+    known = GPT4_PATTERN, {"<|fim_prefix|>": 300}
+    monkeypatch.setitem(KNOWN_FILES, sha256(path.read_bytes()).hexdigest(), known)
+    monkeypatch.setitem(WITH_MORE, 301, "more")
+    given = of({}, rows=301, folder=tmp_path)
+    assert (given.tokenizer.pattern, given.tokenizer.special_tokens) == known
+    assert "--tokenizer more has the same ranks" in given.notes[1]
 
 
 @pytest.mark.parametrize(
