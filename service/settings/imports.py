@@ -17,6 +17,7 @@ from logitd.model.convert.by_role.computation import (
     GateOrder,
     Positions,
     QkNorm,
+    QkNormPosition,
     QkvLayout,
     RotaryLayout,
     ScoreScale,
@@ -162,6 +163,10 @@ class ImportSettings(_Answers):
     )
     qk_norm_eps: float | None = Field(
         None, gt=0, lt=1, description="eps of the RMS norm of queries and keys"
+    )
+    qk_norm_position: QkNormPosition | None = Field(
+        None,
+        description="whether queries and keys are normalized before or after positions rotate them",
     )
     embedding_scale: EmbeddingScale | None = Field(
         None, description="factor of the token embeddings"

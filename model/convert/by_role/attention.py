@@ -4,11 +4,10 @@ of scores and mask."""
 from typing import get_args
 
 from logitd.model.convert.by_role import names as words
-from logitd.model.convert.by_role.build import query_rows
+from logitd.model.convert.by_role.build import qk_norms_commute, query_rows
 from logitd.model.convert.by_role.computation import QkvLayout, ScoreScale
 from logitd.model.convert.by_role.evidence import NOT_SAID, Evidence
-from logitd.model.convert.by_role.finding import CONVENTION, UNUSED, Finding
-from logitd.model.convert.by_role.norms import norm
+from logitd.model.convert.by_role.finding import ANY_ORDER, CONVENTION, UNUSED, Finding
 from logitd.model.convert.by_role.positions import WHOLE_WIDTH
 from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.stated import is_off, is_on, read_count, read_eps, setting
@@ -115,7 +114,7 @@ def qk_norm(file: Evidence) -> Finding:
             return Finding(("learned", "none"), f"{origin}, but {key} is {value!r}", True)
         if rms or words.names_rms(mapped.name("query_norm")):
             return Finding(("learned",), origin)
-        if norm(file).values == ("rmsnorm",) and key.lower() != "qk_layernorm":
+        if file.found["norm"].values == ("rmsnorm",) and key.lower() != "qk_layernorm":
             return Finding(("learned",), origin)
         origin = f"{origin}; they can be imported if they are RMS norms"
         return Finding(("learned", "none"), origin, True)
@@ -135,9 +134,21 @@ def qk_norm(file: Evidence) -> Finding:
 
 
 def qk_norm_eps(file: Evidence) -> Finding:
-    usual = file.said("norm_eps", read_eps)
-    usual = usual or Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+    usual = file.found["norm_eps"]
+    if not usual.resolved:
+        usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
     return file.said_or("qk_norm_eps", read_eps, usual)
+
+
+def qk_norm_position(file: Evidence) -> Finding:
+    before = tuple(ANY_ORDER.values())
+    learned = "learned" in file.found["qk_norm"].values
+    if not learned or "rotary" not in file.found["positions"].values:
+        return Finding(before, UNUSED)
+    if qk_norms_commute(file.tensors):
+        return Finding(before, "either order: the norms of query and key have equal weights")
+    origin = "the norms of query and key have weights; after_rotary cannot be imported"
+    return Finding(before, origin, True)
 
 
 def causal(file: Evidence) -> Finding:

@@ -8,7 +8,7 @@ to make up for the difference. The results change only by floating-point roundin
 - rotary positions on adjacent channels: rows of query and key are reordered, even channels first;
 - query and key norms without weights get weights of 1; if the eps of these norms differs from the
   other norms' eps, the rows of query and key are scaled;
-- norms without weights get weights of 1;
+- norms without weights, and such a norm behind the layers, get weights of 1;
 - if attention's output projection or the feed-forward's second matrix is missing, an identity
   matrix takes its place;
 - position tables of any type that are added to the embedding are stored as learned positions;
@@ -97,14 +97,30 @@ def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
     return HeadShape(n_head, keys // head_dim, head_dim)
 
 
+def qk_norms_commute(tensors: MappedTensors) -> bool:
+    """True if norms of queries and keys give the same result before and after rotary positions:
+    each norm has equal weights in all channels, or none."""
+    roles: tuple[Role, ...] = ("query_norm", "key_norm")
+    weights = [
+        tensor
+        for role in roles
+        for layer in range(tensors.map.n_layer)
+        if (tensor := tensors.get(role, "weight", layer)) is not None
+    ]
+    return all(bool((weight == weight[0]).all()) for weight in weights)
+
+
 def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
     mapped, found = tensors.map, list[str]()
-    if how.final_norm and mapped.has_norms and not mapped.has("final_norm"):
-        found.append("final_norm is true, but no norm follows the layers")
     if how.positions == "learned" and not mapped.has("positions"):
         found.append("positions are learned, but no tensor is their table")
     if how.qk_norm == "learned" and not mapped.has("query_norm"):
         found.append("qk_norm is learned, but no tensor is such a norm")
+    if how.qk_norm_position == "after_rotary" and not qk_norms_commute(tensors):
+        found.append(
+            "qk_norm_position is after_rotary, but a GPTConfig has norms of queries and keys only "
+            "before. Serve the owner's class with --code FILE:NAME --run-code"
+        )
     if how.norm == "rmsnorm" and mapped.has_bias("attention_norm", "mlp_norm", "final_norm"):
         found.append("norm is rmsnorm, but norms have biases")
     gated = ("swiglu", "silu") if mapped.has_gate else ("swiglu",)
@@ -400,7 +416,9 @@ def _describe_folds(
         yield "the identity as the second matrix of the feed-forward: the source has none"
     if not mapped.has_norms:
         yield "ones as norms: the source's have no weights"
-    elif mapped.name("attention_norm") == mapped.name("mlp_norm"):
+    elif how.final_norm and not mapped.has("final_norm"):
+        yield "ones as the norm behind the layers: the source's has no weights"
+    if mapped.has_norms and mapped.name("attention_norm") == mapped.name("mlp_norm"):
         yield "one norm for attention and feed-forward: stored twice"
     if how.positions == "sinusoidal_halves":
         yield "the sinusoidal table (sines, then cosines) stored as learned positions"

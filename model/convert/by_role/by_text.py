@@ -14,7 +14,7 @@ from typing import Any
 
 from logitd.model.convert.by_role.build import build, head_shape
 from logitd.model.convert.by_role.computation import Computation
-from logitd.model.convert.by_role.finding import Findings, canonical
+from logitd.model.convert.by_role.finding import Findings, canonical, unused
 from logitd.model.convert.by_role.objective import (
     MARGIN_ERRORS,
     TextObjective,
@@ -88,7 +88,7 @@ class ByText(Search):
         for name in self.ambiguous:
             near = [other for other in alternatives[name] if not other.clear]
             origins[name], differ = self._decision(best, name, near)
-            if self._findings[name].resolved:
+            if name in unused(best):
                 continue
             if not self._findings[name].values[1:]:
                 unclear[name] = question(name, self._findings[name])

@@ -26,6 +26,9 @@ head, with the query, key and value of each head together."""
 GateOrder = Literal["gate_first", "up_first"]
 QkNorm = Literal["none", "learned", "unit"]
 """RMS norm of queries and keys: none, with learned weights, or without weights."""
+QkNormPosition = Literal["before_rotary", "after_rotary"]
+"""Whether queries and keys are normalized before or after positions rotate them. The order changes
+the result only if the norms' weights differ between channels; then "after_rotary" is refused."""
 EmbeddingScale = Literal["one", "sqrt_d_model"]
 
 
@@ -53,5 +56,6 @@ class Computation:
     gate_order: GateOrder
     qk_norm: QkNorm
     qk_norm_eps: float
+    qk_norm_position: QkNormPosition
     embedding_scale: EmbeddingScale
     causal: bool

@@ -20,12 +20,16 @@ NOT_SAID = "names and shapes do not show it"
 @dataclass(frozen=True)
 class Evidence:
     """The evidence in a file: its weights, its masks and tables (`ignored`), its settings, and the
-    rotary tables among the ignored tensors."""
+    rotary tables among the ignored tensors.
+
+    found   the findings and the user's answers for the questions before this one
+    """
 
     tensors: MappedTensors
     ignored: Mapping[str, Tensor]
     settings: Settings
     tables: list[RotaryTable]
+    found: Mapping[str, Finding]
 
     def said(self, field: str, read: Callable[[Any], Any]) -> Finding | None:
         """The value of a field in the settings, as `read` returns it; None if it is missing or if

@@ -10,6 +10,9 @@ FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 CONVENTION = "convention"
 UNUSED = "not used"
 WITHOUT_ROTARY: Mapping[str, Any] = {"rotary_layout": "half", "rope_theta": 1e4}
+ANY_ORDER: Mapping[str, Any] = {"qk_norm_position": "before_rotary"}
+"""The field without effect if there are no rotary positions, or no norms of queries and keys with
+weights, and its value then."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,13 @@ def without_unused(findings: Findings) -> dict[str, Finding]:
 def unused(how: Computation) -> dict[str, Any]:
     """The fields that this computation does not use, with fixed values."""
     without_norms = {"qk_norm_eps": how.norm_eps} if how.qk_norm == "none" else {}
-    return {**without_norms, **(WITHOUT_ROTARY if how.positions != "rotary" else {})}
+    rotary = how.positions == "rotary"
+    ordered = rotary and how.qk_norm == "learned"
+    return {
+        **without_norms,
+        **({} if rotary else WITHOUT_ROTARY),
+        **({} if ordered else ANY_ORDER),
+    }
 
 
 def canonical(how: Computation) -> Computation:

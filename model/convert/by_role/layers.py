@@ -57,6 +57,12 @@ class Module:
         return any(words.matches(words.LAYER_SCALE, part) for part in self.path)
 
     @property
+    def names_norm(self) -> bool:
+        """True if a name inside the layer, or of the list that holds the vector, names a norm."""
+        inside = self.path[self.path.index("{N}") :] if "{N}" in self.path else self.path
+        return words.names_norm((*inside, self.last))
+
+    @property
     def table(self) -> Shape:
         """The shape of the weight. For a table of shape (1, T, C) or (T, 1, C), it is (T, C)."""
         if len(self.shape) == 3 and 1 in self.shape[:2]:

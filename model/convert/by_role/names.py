@@ -6,7 +6,7 @@ consider the shapes.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from logitd.model.transformer.config import Activation
@@ -111,13 +111,13 @@ NORM_WEIGHTS, NORM_BIASES = ("weight", "gamma", "gain", "scale", "g", "a_2", "al
 
 BIAS_WORD = re.compile("b|bias")
 """A word in the name of a bias."""
-INPUT_WORD = re.compile("emb|embed|embd|embedding|embeddings|input|first|pre")
+INPUT_WORD = re.compile("emb|embed|embd|embedding|embeddings|in|input|first|pre")
 """A word in the name of a norm of the embedding."""
 OUTPUT_WORD = re.compile("out|output|head|lm|un|logits?|decoder|predict(ion|ions)?")
 """Words in the name of a head: `embed_out`."""
 LAYER_SCALE = re.compile(
     r"ls_?\d*|layer_?scale(_.*)?|gamma_?\d+|.*lambdas?(_.*)?|alphas?_?\d*|skip(_.*)?|"
-    r"(res|resid|residual)_?(scale|alpha|weight|gain)s?(_.*)?"
+    r"(res|resid|residual)_?(scale|alpha|weight|gain)s?(_.*)?|affine_?\d*"
 )
 """Names of vectors that scale a sublayer's output, as norms do not."""
 
@@ -226,12 +226,18 @@ OTHER_GATE = re.compile(r"(?<![a-z])(ge|re|bi)_?glu(?![a-z])")
 """Names of gates whose activation is not the SiLU."""
 OPTIMIZER_SETTING = re.compile(r"(adam_?)?(betas?|beta_?[12])|lr|learning_rate|weight_decay")
 
+_NORM = re.compile(r"norm|(?<![a-z])rms|(^|_)ln|ln(_|\d|$)")
 _RMS = re.compile(r"(?<![a-z])rms(?![a-z]|_?prop)|(?<!no)rms_?norm")
 
 
 def names_rms(text: str) -> bool:
     """True if a text names the RMS norm. The optimizer RMSprop and words such as "norms" do not."""
     return _RMS.search(text.lower()) is not None
+
+
+def names_norm(parts: Iterable[str]) -> bool:
+    """True if a part of a name names a norm: `attn_norm`, `ln_f`, `rms1`."""
+    return any(_NORM.search(snake_case(part)) for part in parts)
 
 
 def names_positions(name: str) -> bool:

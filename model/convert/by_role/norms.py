@@ -1,10 +1,13 @@
 """Questions about norms: their kind, eps and place."""
 
+from dataclasses import replace
+
 import torch
 
 from logitd.model.convert.by_role import names as words
 from logitd.model.convert.by_role.evidence import NOT_SAID, Evidence
 from logitd.model.convert.by_role.finding import CONVENTION, Finding
+from logitd.model.convert.by_role.layers import module_name
 from logitd.model.convert.by_role.stated import (
     may_be_optimizers,
     of_type,
@@ -52,8 +55,11 @@ def _norm_by_name(file: Evidence) -> Finding:
 
 def norm_eps(file: Evidence) -> Finding:
     usual = Finding((1e-5, 1e-6, 1e-12, 1e-8), "torch's default of LayerNorm")
-    if norm(file).values == ("rmsnorm",):
-        usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), CONVENTION)
+    kind = file.found["norm"]
+    if kind.values == ("rmsnorm",):
+        usual = Finding((1e-6, 1e-5, 1e-8, 2**-23), f"{CONVENTION} of RMS norms")
+    elif kind.ambiguous:
+        usual = replace(usual, origin=f"{usual.origin}; for RMS norms, 1e-06 is usual")
     found = file.said_or("norm_eps", read_eps, usual)
     key = setting(file.settings, "norm_eps")[1]
     if may_be_optimizers(key, file.settings) and not found.ambiguous:
@@ -70,8 +76,13 @@ def norm_position(file: Evidence) -> Finding:
 
 
 def final_norm(file: Evidence) -> Finding:
-    if file.tensors.map.has("final_norm"):
-        return Finding((True, False), "a norm behind the layers is in the file", True)
-    if not file.tensors.map.has_norms:
+    mapped = file.tensors.map
+    if name := mapped.name("final_norm"):
+        origin = "a norm behind the layers is in the file"
+        if not words.names_norm(module_name(name)) and not mapped.has("final_norm", "bias"):
+            origin = f"only its shape says that {name} is a norm behind the layers"
+        return Finding((True, False), origin, True)
+    if not mapped.has_norms:
         return Finding((True, False), "its norms have no weights", True)
-    return Finding((False,), "there is no norm behind the layers")
+    origin = "no norm behind the layers is in the file, but there may be one without weights"
+    return Finding((False, True), origin, True)

@@ -3,7 +3,8 @@
 If only one value is possible, the field is resolved. If several values are possible, the first is
 the convention: it is assumed, and compared with the others if there is a text or the owner's code.
 If no convention is strong enough and a wrong value would change logits, the field is ambiguous, and
-no value is assumed.
+no value is assumed. The user's answers replace findings, and later questions read them: the usual
+eps depends on the norm.
 
 The evidence here is the file itself: its shapes, settings and tables. `attention.py`,
 `feed_forward.py`, `norms.py` and `positions.py` have the questions about a part. `resolve.py` also
@@ -20,7 +21,7 @@ from logitd.model.convert.by_role import attention, feed_forward, norms, positio
 from logitd.model.convert.by_role import names as words
 from logitd.model.convert.by_role.computation import EmbeddingScale
 from logitd.model.convert.by_role.evidence import OF_SETTINGS, Evidence
-from logitd.model.convert.by_role.finding import CONVENTION, Finding, without_unused
+from logitd.model.convert.by_role.finding import CONVENTION, Finding, Findings, without_unused
 from logitd.model.convert.by_role.rotary_table import rotary_tables
 from logitd.model.convert.by_role.stated import (
     ANY_EPS,
@@ -63,24 +64,29 @@ QUESTIONS: Mapping[str, Callable[[Evidence], Finding]] = {
     "gate_order": feed_forward.gate_order,
     "qk_norm": attention.qk_norm,
     "qk_norm_eps": attention.qk_norm_eps,
+    "qk_norm_position": attention.qk_norm_position,
     "embedding_scale": _embedding_scale,
     "causal": attention.causal,
 }
-"""The question about each field of a `Computation`."""
+"""The question about each field of a `Computation`. Some read the findings of earlier ones."""
 
 
 def find(
-    tensors: MappedTensors, ignored: Mapping[str, Tensor], settings: Settings
+    tensors: MappedTensors,
+    ignored: Mapping[str, Tensor],
+    settings: Settings,
+    answers: Findings | None = None,
 ) -> dict[str, Finding]:
     """Find the possible values of each field of a Computation. `ignored` are the file's masks and
-    tables. Raises ConvertError if settings and shapes contradict each other, or if no GPTConfig
-    expresses a setting."""
+    tables, and `answers` the user's, which take precedence over the file. Raises ConvertError if
+    settings and shapes contradict each other, or if no GPTConfig expresses a setting."""
     _check_stated(tensors, settings)
-    file = Evidence(tensors, ignored, settings, rotary_tables(ignored))
-    findings: dict[str, Finding] = {name: question(file) for name, question in QUESTIONS.items()}
-    return without_unused(
-        {name: _agreed(name, found, settings) for name, found in findings.items()}
-    )
+    findings: dict[str, Finding] = {}
+    file = Evidence(tensors, ignored, settings, rotary_tables(ignored), findings)
+    for name, question in QUESTIONS.items():
+        asked = _agreed(name, question(file), settings)
+        findings[name] = (answers or {}).get(name, asked)
+    return without_unused(findings)
 
 
 def _agreed(field: str, finding: Finding, settings: Settings) -> Finding:

@@ -35,7 +35,7 @@ from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN, check_rot
 from logitd.model.convert.by_role.questions import find
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
-from logitd.model.convert.by_role.resolve import answer, resolve
+from logitd.model.convert.by_role.resolve import answered, resolve
 from logitd.model.convert.by_role.stated import is_number, setting
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
@@ -129,13 +129,13 @@ def recognize_file(
     mapped = _checked_map(file, options)
     tensors = MappedTensors(file.where, file.tensors, mapped)
     ignored = {name: file.tensors[name] for name in mapped.ignored}
-    findings = find(tensors, ignored, file.settings)
+    answers = answered(check_answers("the flags", options.answers))
     if (given := options.map_file) is not None:
         named = {"positions": "learned"} if ("positions", "weight") in given.names else {}
-        findings = answer(findings, {**named, **given.answers}, given.path.name)
+        answers = answered({**named, **given.answers}, given.path.name) | answers
+    findings = find(tensors, ignored, file.settings, answers)
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
-    findings = answer(findings, check_answers("the flags", options.answers))
     check_rotary_width(tensors, ignored, findings)
     return Recognized(file, tensors, findings, options.code, options.draft)
 

@@ -3,7 +3,8 @@
 1) Ignore tensors that are not weights: causal masks, rotary tables, integers.
 2) Find the layers (`layers.py`): names that differ only in a number.
 3) Assign roles outside the layers, then inside a layer: projections (fused, separate or per head),
-   a feed-forward of one, two or three matrices, and one or two norms.
+   a feed-forward of one, two or three matrices, and one or two norms. A vector in a layer is a
+   norm only if its name, a bias or its place in a Sequential shows it.
 4) Determine the orientation of each matrix: (in, out) or (out, in).
 
 If a name and a shape disagree, the shape decides. A tensor that is not recognized gets no role, and
@@ -241,7 +242,8 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
     else:
         _give(names, "attention_out", out)
     _feed_forward_roles(where, feed_forward, names)
-    _norm_roles([m for m in rest if m.shape == (width,) and not m.scales], home, names)
+    vectors = [m for m in rest if m.shape == (width,) and not m.scales]
+    _norm_roles([m for m in vectors if _is_norm(m, modules)], home, names)
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
@@ -343,6 +345,19 @@ def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
     if second.named(words.GATE) or (first.named(words.GATED_UP) and not first.named(words.GATE)):
         first, second = second, first
     return first, second, down
+
+
+def _is_norm(vector: Module, modules: Iterable[Module]) -> bool:
+    """True if a vector of a layer is the weight of a norm: its name says so, it has a bias, or it
+    comes before a matrix in a Sequential. Any other vector may scale the output of a sublayer."""
+    if vector.names_norm or vector.bias is not None:
+        return True
+    depth = len(vector.path) - 1
+    matrices = [m.path for m in modules if len(m.shape) > 1 and len(m.path) > depth]
+    later = [path[depth] for path in matrices if path[:depth] == vector.path[:depth]]
+    return vector.path[-1].isdigit() and any(
+        place.isdigit() and int(place) > int(vector.path[-1]) for place in later
+    )
 
 
 def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:

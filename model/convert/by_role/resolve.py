@@ -13,7 +13,7 @@ from typing import Any
 
 from logitd.model.convert.by_role.by_text import ByText
 from logitd.model.convert.by_role.evidence import OF_SETTINGS
-from logitd.model.convert.by_role.finding import FIELDS, Finding, Findings, without_unused
+from logitd.model.convert.by_role.finding import FIELDS, Finding, Findings
 from logitd.model.convert.by_role.objective import LogitsObjective, Objective, TextObjective
 from logitd.model.convert.by_role.resolution import (
     Alternative,
@@ -32,14 +32,13 @@ USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 2**-23)
 """Values of a norm's eps to try if the owner's code does not use the one in the settings."""
 
 
-def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> dict[str, Finding]:
-    """Replace findings with the user's answers, which take precedence over the file. `place` is the
-    name of the map file with the answers; "" if the answers are flags."""
-    given = {
+def answered(answers: Mapping[str, Any], place: str = "") -> dict[str, Finding]:
+    """The user's answers as findings. `place` is the name of the map file with the answers; "" if
+    the answers are flags."""
+    return {
         field: Finding((value,), f"{field} in {place}" if place else flag(field))
         for field, value in answers.items()
     }
-    return without_unused({**findings, **given})
 
 
 def resolve(tensors: MappedTensors, findings: Findings, *objectives: Objective) -> Resolution:

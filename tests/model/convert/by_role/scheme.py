@@ -19,6 +19,7 @@ from logitd.model.convert.by_role.finding import Finding
 from logitd.model.convert.by_role.objective import open_gpt
 from logitd.model.convert.by_role.questions import find
 from logitd.model.convert.by_role.recognize import recognize
+from logitd.model.convert.by_role.resolve import answered
 from logitd.model.convert.by_role.tensor_map import MappedTensors, check
 from logitd.model.convert.state_file import StateFile
 from tests.model.convert.by_role.textbook.common import CONTEXT, HEADS, LAYERS, VOCAB, randomized
@@ -41,6 +42,7 @@ USUAL: Mapping[str, Any] = {
     "gate_order": "gate_first",
     "qk_norm": "none",
     "qk_norm_eps": 1e-5,
+    "qk_norm_position": "before_rotary",
     "embedding_scale": "one",
     "causal": True,
 }
@@ -89,7 +91,8 @@ class Scheme:
     def answers(self) -> dict[str, Any]:
         """The right answers to questions that the names leave open."""
         fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
-                  "score_scale", "rotary_layout", "residual", "embedding_scale")  # fmt: skip
+                  "score_scale", "rotary_layout", "residual", "embedding_scale",
+                  "qk_norm_position")  # fmt: skip
         return {field: getattr(self.computation, field) for field in fields}
 
     def names(self) -> dict[tuple[str, str], str]:
@@ -128,11 +131,11 @@ def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
 
 
 def findings(
-    tensors: MappedTensors, settings: Mapping[str, Any] | None = None
+    tensors: MappedTensors, settings: Mapping[str, Any] | None = None, **answers: Any
 ) -> dict[str, Finding]:
-    """What the importer finds in a file with these tensors and settings."""
+    """What the importer finds in a file with these tensors and settings, given these flags."""
     ignored = {name: tensors.tensors[name] for name in tensors.map.ignored}
-    return find(tensors, ignored, settings or {})
+    return find(tensors, ignored, settings or {}, answered(answers))
 
 
 def state_file(

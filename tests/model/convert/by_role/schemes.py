@@ -297,6 +297,12 @@ head             linear.(weight|bias)
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ,
     ),
+    "llama, final norm without weights": Scheme(
+        **GROUPED,
+        how=ROTARY,
+        settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
+        roles=PROJ.replace("final_norm       norm.weight\n", ""),
+    ),
     "post-LN and a final norm": Scheme(
         how={"norm_position": "post", "activation": "relu"}, roles=POST
     ),

@@ -120,6 +120,7 @@ FOLDS = {
     "fused, head by head": ("rows of the fused query, key and value reordered from per_head",),
     "fused, keys first": ("rows of the fused query, key and value reordered from kqv",),
     "llama, QK-norm without weights": ("ones as norms of query and key", "have eps 0.03 in the"),
+    "llama, final norm without weights": ("ones as the norm behind the layers",),
     "one wide head": ("the identity as the output projection of attention",),
     "no second matrix": ("the identity as the second matrix of the feed-forward",),
     "one norm for both": ("one norm for attention and feed-forward: stored twice",),
@@ -137,6 +138,22 @@ def test_every_change_of_weights_is_reported(name: str) -> None:
         assert any(re.search(expected, fold) for fold in folds), (expected, folds)
     if name in ("book", "nanoGPT", "minGPT", "llama", "raw parameters"):
         assert folds == ()
+
+
+def test_equal_weights_of_norms_commute_with_rotary_positions() -> None:
+    """Norms after rotary positions were computed before, whatever their weights."""
+    after = {**SCHEMES["llama, QK-norm"].how, "qk_norm_position": "after_rotary"}
+    scheme = replace(SCHEMES["llama, QK-norm"], how=after)
+    model, ids = scheme.model(), some_ids()
+    with pytest.raises(ConvertError, match=r"qk_norm_position is after_rotary, .* --run-code"):
+        built_from(scheme, model)
+    for name, weight in model.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            weight.fill_(1.5)
+    difference = largest_difference(
+        our_logits(built_from(scheme, model), ids), given_logits(scheme, model, ids)
+    )
+    assert difference < 1e-5
 
 
 def test_biases_that_some_parts_have_are_zeros_elsewhere() -> None:

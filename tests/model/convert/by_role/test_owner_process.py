@@ -25,7 +25,6 @@ from logitd.model.convert.by_role.owner_code import (
     unpassed_in,
 )
 from logitd.model.convert.by_role.resolution import OpenQuestions
-from logitd.model.convert.by_role.resolve import answer
 from logitd.model.owner_code.process.build import build_model
 from logitd.model.owner_code.process.call import Caller, compare, compare_late
 from logitd.model.owner_code.process.problem import Problem
@@ -177,7 +176,7 @@ def kept_by(
     """The code's own values that nothing replaces. Raises OpenQuestions if its eps and the eps of
     the settings differ."""
     tensors = mapped(book)
-    found = answer(findings(tensors, settings), answers)
+    found = findings(tensors, settings, **answers)
     request = request_of(code, tensors, found, settings)
     kept = build_model(request, tensors.tensors).attempt.kept
     require_one_eps(code, request, kept)

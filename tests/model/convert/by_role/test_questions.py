@@ -172,6 +172,7 @@ def test_flag_answers_contradicting_heads() -> None:
     [
         ("class_weights", torch.rand(29)),
         ("word_embedding_norm.weight", torch.rand(32)),
+        ("norm_in.weight", torch.rand(32)),
         ("logit_scale", torch.tensor(2.0)),
         ("gates", torch.rand(2, 1, 1, 32)),
         ("bigram_embed.weight", torch.rand(29, 32)),
@@ -182,6 +183,51 @@ def test_tensor_outside_the_layers_with_no_role_is_refused(name: str, tensor: Te
     tensors = state(SCHEMES["torch, post-LN"].model()) | {name: tensor}
     tensors = {each: value for each, value in tensors.items() if "fc_out" not in each}
     with pytest.raises(ConvertError, match=rf"without a known role in a GPT: {name} "):
+        recognize_file(
+            StateFile(state_file(SCHEMES["book"].model()).path, "m", tensors), RoleOptions()
+        )
+
+
+def test_order_of_norms_and_rotary_positions_is_asked() -> None:
+    """Norms after rotary positions were computed before them, without a word."""
+    tensors = state(SCHEMES["llama, QK-norm"].model())
+    equal = {n: torch.ones_like(t) if "_norm" in n else t for n, t in tensors.items()}
+    for named, asked in ((tensors, True), (equal, False)):
+        found = of_tensors(named, rms_norm_eps=1e-6)["qk_norm_position"]
+        assert (found.values, found.ambiguous) == (("before_rotary",), asked)
+    assert not finding("llama", "qk_norm_position", rms_norm_eps=1e-6).ambiguous
+    assert not findings(mapped(SCHEMES["llama, QK-norm"].model()), positions="none")[
+        "qk_norm_position"
+    ].ambiguous
+
+
+@pytest.mark.parametrize("name", ["MultiheadAttention", "llama, final norm without weights"])
+def test_final_norm_without_weights_is_a_question(name: str) -> None:
+    """Without a tensor it was taken to be absent, and --final-norm was refused."""
+    found = finding(name, "final_norm")
+    assert (found.values, found.ambiguous) == ((False, True), True)
+
+
+def test_usual_eps_follows_the_answers() -> None:
+    """With --norm rmsnorm, it was that of LayerNorm."""
+    file = state_file(SCHEMES["llama2.c"].model())
+    for norm, eps in (("rmsnorm", 1e-6), ("layernorm", 1e-5)):
+        found = recognize_file(file, RoleOptions(answers={"norm": norm})).findings
+        assert found["norm_eps"].values[0] == eps
+    found = recognize_file(file, RoleOptions(answers={"norm_eps": 1e-3})).findings
+    assert found["qk_norm_eps"].values == (1e-3,)
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp"),
+    [("attn_scale", "mlp_scale"), ("attention.gain", "feed_forward.gain"), ("a1", "m1")],
+)
+def test_vector_that_nothing_calls_a_norm_gets_no_role(attention: str, mlp: str) -> None:
+    """Scales of the sublayers' outputs were taken for norms."""
+    named = state(SCHEMES["llama2.c"].model())
+    tensors = {name: tensor for name, tensor in named.items() if "_norm" not in name}
+    tensors |= {f"layers.{n}.{name}": torch.rand(32) for n in range(2) for name in (attention, mlp)}
+    with pytest.raises(ConvertError, match=rf"without a known role .* layers\.0\.{attention} "):
         recognize_file(
             StateFile(state_file(SCHEMES["book"].model()).path, "m", tensors), RoleOptions()
         )

@@ -23,7 +23,7 @@ from logitd.model.convert.by_role.objective import (
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution, first
-from logitd.model.convert.by_role.resolve import answer, resolve
+from logitd.model.convert.by_role.resolve import resolve
 from logitd.model.convert.by_role.search import Search
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
@@ -195,7 +195,7 @@ def words(token_ids: list[int]) -> TextObjective:
 def resolved_by_text(trained: Trained, **answers: Any) -> Resolution:
     tensors = mapped(trained.model)
     objective = words(trained.token_ids)
-    given = answer(findings(tensors), answers)
+    given = findings(tensors, **answers)
     return resolve(tensors, given, objective)
 
 
@@ -265,11 +265,20 @@ def test_undecided_values_are_asked(trained: Trained) -> None:
     """Three windows of text suffice to decide the score scale, but not the activation."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:75])
-    given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
+    given = findings(tensors, score_scale="d_model", norm_position="pre")
     with pytest.raises(OpenQuestions, match=r"words\.txt does not distinguish") as refusal:
         resolve(tensors, given, objective)
     assert refusal.value.fields == ("activation",)
     assert "--activation gelu|gelu_tanh|relu|silu|relu2" in str(refusal.value)
+
+
+def test_field_without_effect_is_not_asked(trained: Trained) -> None:
+    """The positions are learned, so the place of norms before rotary ones does not matter."""
+    tensors = mapped(trained.model)
+    found = findings(tensors)
+    found |= {"qk_norm_position": Finding(("before_rotary",), "not shown", True)}
+    how = resolve(tensors, found, words(trained.token_ids)).computation
+    assert (how.positions, how.qk_norm_position) == ("learned", "before_rotary")
 
 
 def test_given_answer_is_not_tried(trained: Trained) -> None:
@@ -321,7 +330,7 @@ def test_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
     tensors = mapped(sees_all)
     ids = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
     objective = text_objective(CheckText("letters.txt", ids.tolist()), 16)
-    given = answer(findings(tensors), {"n_head": 4})
+    given = findings(tensors, n_head=4)
     with pytest.raises(ConvertError, match=r"letters\.txt.*causal mask"):
         resolve(tensors, given, objective)
 
@@ -335,7 +344,7 @@ def test_slightly_lower_loss_without_a_mask_is_no_evidence(
     objective = text_objective(CheckText("letters.txt", ids.tolist()), 16)
     tensors = mapped(sees_all)
     with pytest.raises(ConvertError, match="no variant predicts"):  # with the mask
-        resolve(tensors, answer(findings(tensors), {"n_head": 4}), objective)
+        resolve(tensors, findings(tensors, n_head=4), objective)
 
 
 # By the file alone
@@ -356,9 +365,11 @@ def test_open_questions_stop_with_their_flags() -> None:
 
 def test_answers_close_questions_and_are_named_as_origin() -> None:
     tensors = mapped(SCHEMES["nanoGPT"].model())
-    answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
-               "score_scale": "head_dim"}  # fmt: skip
-    resolution = resolve(tensors, answer(findings(tensors), answers))
+    answers: dict[str, Any] = {
+        "n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
+        "score_scale": "head_dim",
+    }  # fmt: skip
+    resolution = resolve(tensors, findings(tensors, **answers))
     assert resolution.computation == canonical(SCHEMES["nanoGPT"].computation)
     assert resolution.origins["n_head"] == "--n-head"
     assert resolution.origins["norm_eps"].startswith("assumed: ")
@@ -426,7 +437,7 @@ def test_text_completes_the_import(trained: Trained) -> None:
     ("name", "answers"),
     [
         ("nanoGPT", {"norm": "rmsnorm"}),
-        ("MultiheadAttention", {"final_norm": True}),
+        ("llama, QK-norm", {"qk_norm_position": "after_rotary"}),
         ("MultiheadAttention", {"positions": "learned"}),
         ("nanoGPT", {"qk_norm": "learned"}),
         ("nanoGPT", {"activation": "swiglu"}),
@@ -488,7 +499,6 @@ def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Fi
         ("nanoGPT", {"norm_first": False}, "norm_position", "post"),
         ("llama2.c", {"qk_norm": True}, "qk_norm", "unit"),
         ("MultiheadAttention", {}, "score_scale", "head_dim"),
-        ("MultiheadAttention", {}, "final_norm", False),
         ("lecture", {}, "causal", True),
         ("gate and up together, no positions", {}, "norm", "rmsnorm"),
     ],

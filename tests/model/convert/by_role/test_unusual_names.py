@@ -63,6 +63,25 @@ def test_blocks_without_a_word_for_attention() -> None:
     assert names_by_role["mlp_down", "weight"] == "layers.{N}.1.net.4.weight"
 
 
+def test_vector_before_a_matrix_in_a_sequential_is_a_norm() -> None:
+    """`nn.Sequential(nn.RMSNorm(), nn.Linear(), ...)` names neither; a vector behind the matrices
+    may scale the output."""
+    names = {
+        "0.norm.weight": (WIDTH,),
+        **{f"0.{name}.weight": (WIDTH, WIDTH) for name in ("to_q", "to_k", "to_v", "to_out")},
+        "1.0.weight": (WIDTH,),
+        "1.1.weight": (64, WIDTH),
+        "1.3.weight": (WIDTH, 64),
+    }
+    table = {"token_emb.weight": torch.rand(ROWS, WIDTH)}
+    tensors = table | block(names, "layers.0.") | block(names, "layers.1.")
+    assert roles(tensors)["mlp_norm", "weight"] == "layers.{N}.1.0.weight"
+    moved = {name.replace("1.0.", "1.4."): shape for name, shape in names.items()}
+    behind = table | block(moved, "layers.0.") | block(moved, "layers.1.")
+    with pytest.raises(ConvertError, match=r"without a known role .* layers\.0\.1\.4\.weight"):
+        roles(behind)
+
+
 def test_final_norm_may_end_the_list_of_blocks() -> None:
     """One lecture has `nn.Sequential(Block(), Block(), nn.LayerNorm())`."""
     tensors = {

@@ -110,7 +110,7 @@ class Plain(nn.Module):
     def _norm(self, role: str, layer: int, x: Tensor) -> Tensor:
         weight: Any = self._tensor(role, "weight", layer)
         if self._how.norm == "rmsnorm":
-            return rms(x, self._how.norm_eps) * weight
+            return rms(x, self._how.norm_eps) * (1 if weight is None else weight)
         return F.layer_norm(x, (WIDTH,), weight, self._tensor(role, "bias", layer))
 
     def _attention(self, layer: int, x: Tensor) -> Tensor:
@@ -133,13 +133,20 @@ class Plain(nn.Module):
 
     def _turned(self, norm: str, layer: int, x: Tensor) -> Tensor:
         """Queries or keys (B, H, T, D), normalized and with rotary positions."""
-        if self._how.qk_norm != "none":
-            weight = self._tensor(norm, "weight", layer)
-            x = rms(x, self._how.qk_norm_eps) * (1 if weight is None else weight)
-        if self._how.positions != "rotary":
+        if self._how.qk_norm_position == "before_rotary":
+            x = self._normalized(norm, layer, x)
+        if self._how.positions == "rotary":
+            neighbors = self._how.rotary_layout == "interleaved"
+            x = turned(x, neighbors=neighbors, theta=self._how.rope_theta)
+        if self._how.qk_norm_position == "after_rotary":
+            x = self._normalized(norm, layer, x)
+        return x
+
+    def _normalized(self, norm: str, layer: int, x: Tensor) -> Tensor:
+        if self._how.qk_norm == "none":
             return x
-        neighbors = self._how.rotary_layout == "interleaved"
-        return turned(x, neighbors=neighbors, theta=self._how.rope_theta)
+        weight = self._tensor(norm, "weight", layer)
+        return rms(x, self._how.qk_norm_eps) * (1 if weight is None else weight)
 
     def _feed_forward(self, layer: int, x: Tensor) -> Tensor:
         if ("mlp_gate_up", "weight") in self._names:
