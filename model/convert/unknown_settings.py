@@ -95,7 +95,7 @@ _KIND = re.compile(
     r"function))?|((final|output|logits?|head)_)+(activation|act|fn|nonlinearity)|"
     r"(rope|rotary|attn|attention|softmax|score|logits?|emb|embed|embedding|embeddings)_"
     r"(scale|scaling)(_type)?|(scale|scaling)_(type|kind|mode)|layout|"
-    r"(.*_)?soft_?cap(ping)?(_.*)?"
+    r"param(etri[sz]|eteri[sz])ation|(.*_)?soft_?cap(ping)?(_.*)?"
 )
 """Names of texts that may say how attention, a block, a norm or the like is computed."""
 _USUAL = frozenset(
@@ -109,6 +109,7 @@ _USUAL = frozenset(
     )
 )
 """Words for what a GPT of this project computes, and for code that computes attention."""
+_FLAG_TEXTS = {"true": True, "false": False}
 _REPEATS = re.compile(r"(n|num|number_of|max)_(steps|iters|iterations)")
 """Names that count a training's steps, or how often a stack of layers is repeated."""
 FEWEST_STEPS = 65
@@ -147,7 +148,8 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         per_layer = PER_LAYER.fullmatch(name) and str(value).isalpha()
         if isinstance(value, str) and (_KIND.fullmatch(name) or per_layer):
             return not _is_usual(value)
-        value = as_number(value)
+        is_flag = isinstance(value, bool)
+        value = _FLAG_TEXTS.get(str(value).lower(), as_number(value))
         if isinstance(value, str):
             return name in _UNSHOWN - known
         if _REPEATS.fullmatch(name) and is_number(value):
@@ -157,7 +159,7 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
             and (value is False or value != 0)
             and name not in known
             and not _is_neutral(name, value)
-            and not (by_role and isinstance(value, bool) and any(f.fullmatch(name) for f in FLAGS))
+            and not (by_role and is_flag and any(f.fullmatch(name) for f in FLAGS))
             and _NAMES.fullmatch(name) is None
         )
 

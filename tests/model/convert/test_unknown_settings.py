@@ -43,6 +43,7 @@ ANSWERS: dict[str, Any] = {
         ("attn_impl", "alibi"), ("softmax", "entmax"), ("attention_fn", "relu"),
         ("normalization", "batchnorm"), ("layernorm_type", "dyt"), ("gqa_mode", "tile"),
         ("final_logit_activation", "tanh"), ("scale_type", "mup"), ("softcap", "tanh30"),
+        ("parallel", "true"), ("use_rope", "True"), ("parametrization", "mup"),
         ("mask", "prefix"), ("final_activation", "tanh"), ("mixer", "mamba"),
     ],
 )  # fmt: skip
@@ -70,6 +71,7 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("betas", [0.9, 0.95]), ("lr", "3e-4"), ("attn_impl", "flash_attention_2"),
         ("mask", "causal"), ("eos_token_id", [1, 2]), ("targets", ["q", "v"]),
         ("norm_type", "pre"), ("norm", "nn.LayerNorm"), ("ffn", "swiglu"), ("qkv_order", "qkv"),
+        ("use_sliding_window", "false"), ("compile", "true"),
     ],
 )  # fmt: skip
 def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> None:
