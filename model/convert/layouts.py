@@ -269,11 +269,11 @@ def evens_first(heads: Heads) -> list[int]:
     return [*range(0, heads.head_dim, 2), *range(1, heads.head_dim, 2)]
 
 
-def backwards(config: GPTConfig) -> list[int]:
+def backwards(heads: Heads) -> list[int]:
     """nanochat's order of the channels. nanochat rotates pairs of channels backward. This is the
     same as rotating forward after the two halves of each head are exchanged."""
-    half = config.head_dim // 2
-    return [*range(half, config.head_dim), *range(half)]
+    half = heads.head_dim // 2
+    return [*range(half, heads.head_dim), *range(half)]
 
 
 def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:

@@ -19,6 +19,7 @@ from logitd.model.convert.by_role.computation import (
     QkNorm,
     QkNormPosition,
     QkvLayout,
+    RotaryDirection,
     RotaryLayout,
     ScoreScale,
 )
@@ -148,6 +149,9 @@ class ImportSettings(_Answers):
     )
     rotary_layout: RotaryLayout | None = Field(
         None, description="pairs of channels that rotate together: i and i + D/2, or 2i and 2i + 1"
+    )
+    rotary_direction: RotaryDirection | None = Field(
+        None, description="direction of the rotation: backward in modded-nanogpt, usually forward"
     )
     score_scale: ScoreScale | None = Field(
         None, description="width whose square root divides attention scores, if any"

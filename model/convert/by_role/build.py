@@ -6,6 +6,7 @@ to make up for the difference. The results change only by floating-point roundin
 - separate tensors for heads, or a different order in fused matrices: rows are reordered;
 - scores divided by sqrt(d_model) or not at all: query rows are scaled;
 - rotary positions on adjacent channels: rows of query and key are reordered, even channels first;
+- rotary positions that rotate backward: the halves of each head of queries and keys are exchanged;
 - query and key norms without weights get weights of 1; if the eps of these norms differs from the
   other norms' eps, the rows of query and key are scaled;
 - norms without weights, and such a norm behind the layers, get weights of 1;
@@ -36,7 +37,7 @@ from logitd.model.convert.by_role.tensor_map import (
     TensorMap,
 )
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.layouts import evens_first, fill_biases, source_rows
+from logitd.model.convert.layouts import backwards, evens_first, fill_biases, source_rows
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import sinusoidal_table
 
@@ -348,8 +349,12 @@ def _source_rows(how: Computation, heads: HeadShape, *, fused: bool) -> Tensor:
 
 def _source_channels(how: Computation, heads: HeadShape) -> list[int]:
     """For each channel of a head here, its index in the source."""
-    turned = how.positions == "rotary" and how.rotary_layout == "interleaved"
-    return evens_first(heads) if turned else list(range(heads.head_dim))
+    channels = list(range(heads.head_dim))
+    if how.positions == "rotary" and how.rotary_layout == "interleaved":
+        channels = evens_first(heads)
+    if how.positions == "rotary" and how.rotary_direction == "backward":
+        channels = [channels[channel] for channel in backwards(heads)]
+    return channels
 
 
 def _qk_norms(
@@ -401,6 +406,8 @@ def _describe_folds(
         yield f"query rows scaled: the source divides scores by {divisor}"
     if how.positions == "rotary" and how.rotary_layout == "interleaved":
         yield "rows of query and key reordered: the source rotates adjacent channels"
+    if how.positions == "rotary" and how.rotary_direction == "backward":
+        yield "halves of the heads of query and key exchanged: the source rotates backward"
     if how.qk_norm == "unit":
         yield "ones as norms of query and key: the source's have no weights"
     if how.qk_norm != "none" and how.qk_norm_eps != how.norm_eps:

@@ -41,6 +41,7 @@ ANSWERS = (
 )
 UNUSUAL: Mapping[str, Any] = {
     "residual": "parallel",
+    "rotary_direction": "backward",
     "activation": "relu2",
     "qk_norm": "unit",
     "embedding_scale": "sqrt_d_model",

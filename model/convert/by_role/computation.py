@@ -20,6 +20,9 @@ Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "non
 first half of the channels and the cosines fill the second half."""
 RotaryLayout = Literal["half", "interleaved"]
 """Which channels of a head (of width D) are rotated together: i and i + D / 2, or 2i and 2i + 1."""
+RotaryDirection = Literal["forward", "backward"]
+"""Direction of the rotation. Forward multiplies a pair, as a complex number, by exp(i * angle);
+backward multiplies it by exp(-i * angle), as in nanochat and modded-nanogpt."""
 QkvLayout = Literal["qkv", "kqv", "per_head"]
 """Order of the rows in a fused matrix: queries, keys, values; or keys, queries, values; or head by
 head, with the query, key and value of each head together."""
@@ -49,6 +52,7 @@ class Computation:
     residual: Residual
     positions: Positions
     rotary_layout: RotaryLayout
+    rotary_direction: RotaryDirection
     rope_theta: float
     activation: Activation
     score_scale: ScoreScale

@@ -9,7 +9,11 @@ from logitd.model.convert.by_role.computation import Computation
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 CONVENTION = "convention"
 UNUSED = "not used"
-WITHOUT_ROTARY: Mapping[str, Any] = {"rotary_layout": "half", "rope_theta": 1e4}
+WITHOUT_ROTARY: Mapping[str, Any] = {
+    "rotary_layout": "half",
+    "rotary_direction": "forward",
+    "rope_theta": 1e4,
+}
 ANY_ORDER: Mapping[str, Any] = {"qk_norm_position": "before_rotary"}
 """The field without effect if there are no rotary positions, or no norms of queries and keys with
 weights, and its value then."""

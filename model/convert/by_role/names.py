@@ -126,6 +126,9 @@ ROTARY = re.compile(
     r"(_(cis|cos|sin|complex|cached?|table|buffer))*"
 )
 """Names of rotary tables. `rotary_table.py` checks their values."""
+BACKWARD_QUERY = re.compile("c_q")
+"""Name of the query in modded-nanogpt and nanochat, which have norms without weights and rotate
+positions backward."""
 CACHES = re.compile(r"cache_[kv]|[kv]_cache")
 """Names of caches of keys and values."""
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from logitd.model.convert.by_role import names as words
 from logitd.model.convert.by_role.build import query_rows
-from logitd.model.convert.by_role.computation import RotaryLayout
+from logitd.model.convert.by_role.computation import RotaryDirection, RotaryLayout
 from logitd.model.convert.by_role.evidence import NOT_SAID, Evidence
 from logitd.model.convert.by_role.finding import CONVENTION, Finding, Findings
+from logitd.model.convert.by_role.layers import module_name
 from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.rotary_table import rotary_tables
 from logitd.model.convert.by_role.stated import (
@@ -126,6 +127,17 @@ def rotary_layout(file: Evidence) -> Finding:
                 how = "is complex: pairs of channels are multiplied"
             return Finding((layout,), f"{table.name} {how}")
     return Finding(get_args(RotaryLayout), NOT_SAID, True)
+
+
+def rotary_direction(file: Evidence) -> Finding:
+    name, (forward, backward) = file.tensors.map.name("query"), get_args(RotaryDirection)
+    if (
+        words.matches(words.BACKWARD_QUERY, module_name(name)[-1])
+        and not file.tensors.map.has_norms
+    ):
+        origin = f"{name} and norms without weights, as in modded-nanogpt, which rotates backward"
+        return Finding((backward, forward), origin, True)
+    return Finding((forward, backward), CONVENTION)
 
 
 def rope_theta(file: Evidence) -> Finding:

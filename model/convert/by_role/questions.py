@@ -57,6 +57,7 @@ QUESTIONS: Mapping[str, Callable[[Evidence], Finding]] = {
     "residual": _residual,
     "positions": positions.positions,
     "rotary_layout": positions.rotary_layout,
+    "rotary_direction": positions.rotary_direction,
     "rope_theta": positions.rope_theta,
     "activation": feed_forward.activation,
     "score_scale": attention.score_scale,

@@ -26,6 +26,10 @@ from logitd.model.transformer.config import ConfigError
 ORDERS = ("qkv_layout", "gate_order")
 """Fields that describe the order of rows. If one of them is wrong, all values of the other fields
 look equally bad, so these fields are tried together with the ambiguous fields."""
+TOGETHER = (("positions", "rotary_layout", "rotary_direction"), ("score_scale", "qk_norm"))
+"""Groups of fields that the search sets together. With a wrong layout or direction, rotary
+positions are often worse than none, and without rotary positions all layouts and directions are
+equal. Norms of queries and keys change how large scores are, and so does their scale."""
 SEARCH_SECONDS = 30.0
 """Approximate time limit, in seconds, for trying all combinations. If they would take longer, the
 search changes one field at a time."""
@@ -118,14 +122,12 @@ class Search:
         return list(dict.fromkeys(canonical(replace(start, **choice)) for choice in choices))
 
     def _descend(self, how: Computation, names: Sequence[str]) -> Computation:
-        """Set each of these fields in turn to its best value, until no change lowers the penalty.
-        The kind of positions is set together with the layout: rotary positions in the wrong layout
-        are often worse than none, and without rotary positions all layouts are equal."""
+        """Set each of these fields in turn to its best value until no change lowers the penalty."""
         best, improved = how, True
         while improved:
             improved = False
             for name in names:
-                together = [name, "rotary_layout"] if name == "positions" else [name]
+                together = next((group for group in TOGETHER if name in group), (name,))
                 for other in self._products(best, together):
                     if self.mean(other) < self.mean(best):
                         best, improved = other, True

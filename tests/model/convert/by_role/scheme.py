@@ -35,6 +35,7 @@ USUAL: Mapping[str, Any] = {
     "residual": "sequential",
     "positions": "learned",
     "rotary_layout": "half",
+    "rotary_direction": "forward",
     "rope_theta": 10_000.0,
     "activation": "gelu",
     "score_scale": "head_dim",
@@ -91,7 +92,7 @@ class Scheme:
     def answers(self) -> dict[str, Any]:
         """The right answers to questions that the names leave open."""
         fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
-                  "score_scale", "rotary_layout", "residual", "embedding_scale",
+                  "score_scale", "rotary_layout", "rotary_direction", "residual", "embedding_scale",
                   "qk_norm_position")  # fmt: skip
         return {field: getattr(self.computation, field) for field in fields}
 

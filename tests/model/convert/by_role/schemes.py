@@ -285,6 +285,31 @@ head             linear.(weight|bias)
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},
         roles=PROJ_AND_NORMS,
     ),
+    "llama, QK-norm, neighbors, backward": Scheme(
+        **GROUPED,
+        how={
+            **ROTARY, "qk_norm": "learned", "rotary_layout": "interleaved",
+            "rotary_direction": "backward",
+        },
+        settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
+        roles=PROJ_AND_NORMS,
+    ),
+    "modded-nanogpt": Scheme(
+        how={
+            **ROTARY, "qk_norm": "unit", "activation": "relu2", "rotary_direction": "backward",
+        },
+        settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
+        roles="""
+token_embedding  transformer.wte.weight
+query            transformer.h.{N}.attn.c_q.weight
+key              transformer.h.{N}.attn.c_k.weight
+value            transformer.h.{N}.attn.c_v.weight
+attention_out    transformer.h.{N}.attn.c_proj.weight
+mlp_up           transformer.h.{N}.mlp.c_fc.weight
+mlp_down         transformer.h.{N}.mlp.c_proj.weight
+head             lm_head.weight
+""",
+    ),
     "llama, QK-norm without weights": Scheme(
         **GROUPED,
         how={**ROTARY, "qk_norm": "unit", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.finding import Finding
+from logitd.model.convert.by_role.finding import CONVENTION, UNUSED, Finding
 from logitd.model.convert.by_role.questions import find
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
 from logitd.model.convert.by_role.recognize import recognize
@@ -199,6 +199,15 @@ def test_order_of_norms_and_rotary_positions_is_asked() -> None:
     assert not findings(mapped(SCHEMES["llama, QK-norm"].model()), positions="none")[
         "qk_norm_position"
     ].ambiguous
+
+
+def test_direction_of_rotary_positions_is_asked_or_reported() -> None:
+    """modded-nanogpt, which rotates backward, was computed forward, without a word."""
+    found = finding("modded-nanogpt", "rotary_direction")
+    assert (found.values, found.ambiguous) == (("backward", "forward"), True)
+    found = finding("llama", "rotary_direction")
+    assert (found.values[0], found.origin, found.ambiguous) == ("forward", CONVENTION, False)
+    assert finding("nanoGPT", "rotary_direction").origin == UNUSED
 
 
 @pytest.mark.parametrize("name", ["MultiheadAttention", "llama, final norm without weights"])

@@ -89,14 +89,26 @@ def test_logits_select_the_sources_computation(name: str, said: Mapping[str, Any
     assert re.search(r"logits of its class .* largest difference \d", resolution.verified)
 
 
-def test_search_changes_positions_and_rotary_layout_together() -> None:
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_search_changes_positions_and_rotation_together(direction: str) -> None:
     """There is no time to try all combinations. With the wrong layout, rotary positions fit worse
     than none, so the search once ended without positions."""
-    scheme = replace(SCHEMES["llama2.c"], settings={"n_heads": 4})
+    how = {**SCHEMES["llama2.c"].how, "rotary_direction": direction}
+    scheme = replace(SCHEMES["llama2.c"], settings={"n_heads": 4}, how=how)
     model = scheme.model(2)
     tensors, objective = mapped(model), logits_objective(scheme, model)
     best = Search(tensors, findings(tensors, scheme.settings), objective, seconds=0).best()
-    assert (best.positions, best.rotary_layout) == ("rotary", "interleaved")
+    found = (best.positions, best.rotary_layout, best.rotary_direction)
+    assert found == ("rotary", "interleaved", direction)
+
+
+def test_search_changes_score_scale_and_norms_of_queries_and_keys_together() -> None:
+    """Without the norms, another scale fits better, and then no single change improves it."""
+    scheme = SCHEMES["modded-nanogpt"]
+    scheme = replace(scheme, settings={**scheme.settings, "n_head": 4, "activation": "relu2"})
+    how = resolved_by_logits(scheme, scheme.model()).computation
+    found = (how.score_scale, how.qk_norm, how.rotary_direction)
+    assert found == ("head_dim", "unit", "backward")
 
 
 def test_alternatives_have_their_difference_of_logits() -> None:

@@ -69,12 +69,14 @@ def waves(length: int, width: int, *, halves: bool = False) -> Tensor:
     return table.float()
 
 
-def turned(x: Tensor, *, neighbors: bool, theta: float = 10_000.0) -> Tensor:
+def turned(
+    x: Tensor, *, neighbors: bool, backward: bool = False, theta: float = 10_000.0
+) -> Tensor:
     """Apply rotary positions to (B, H, T, D), as products of complex numbers."""
     time, width = x.shape[-2:]
     rates = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.outer(torch.arange(time, dtype=torch.float64), rates)  # (T, D / 2)
-    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = torch.polar(torch.ones_like(angles), -angles if backward else angles)
     if neighbors:
         pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)

@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -137,7 +138,8 @@ class Plain(nn.Module):
             x = self._normalized(norm, layer, x)
         if self._how.positions == "rotary":
             neighbors = self._how.rotary_layout == "interleaved"
-            x = turned(x, neighbors=neighbors, theta=self._how.rope_theta)
+            backward = self._how.rotary_direction == "backward"
+            x = turned(x, neighbors=neighbors, backward=backward, theta=self._how.rope_theta)
         if self._how.qk_norm_position == "after_rotary":
             x = self._normalized(norm, layer, x)
         return x
