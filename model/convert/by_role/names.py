@@ -109,6 +109,8 @@ NORM_WEIGHTS, NORM_BIASES = ("weight", "gamma", "gain", "scale", "g", "a_2", "al
     "bias", "beta", "shift", "b", "b_2",
 )  # fmt: skip
 
+TUTORIAL_NORM = re.compile(r"(.*_)?(a_2|alpha)")
+"""Names of the weights of norms in tutorials that divide by the unbiased standard deviation."""
 BIAS_WORD = re.compile("b|bias")
 """A word in the name of a bias."""
 INPUT_WORD = re.compile("emb|embed|embd|embedding|embeddings|in|input|first|pre")

@@ -17,24 +17,33 @@ from logitd.model.convert.by_role.stated import (
 )
 from logitd.model.convert.by_role.tensor_map import Role
 
+NORMS: tuple[Role, ...] = ("attention_norm", "mlp_norm", "final_norm")
 NOT_POSITIVE = 0.25
 """If more than this part of the norms' weights is not positive, they may be added to 1."""
 
 
 def norm(file: Evidence) -> Finding:
-    found = _norm_by_name(file)
-    if not _norms_are_around_zero(file):
-        return found
-    origin = (
-        f"{found.origin}; their weights are around 0, so the source may multiply by "
-        "1 + weight, which cannot be imported"
-    )
-    return Finding(found.values, origin, True)
+    found, doubts = _norm_by_name(file), list[str]()
+    if _norms_are_around_zero(file):
+        doubts.append("their weights are around 0, so the source may multiply by 1 + weight")
+    names = [name for role in NORMS if (name := file.tensors.map.name(role))]
+    own = {name: last for name in names if not (last := name.rpartition(".")[2]).endswith("weight")}
+    tutorial = [name for name, last in own.items() if words.matches(words.TUTORIAL_NORM, last)]
+    if tutorial and "layernorm" in found.values:
+        doubts.append(
+            f"in tutorials, norms with names such as {tutorial[0]} divide by the unbiased standard "
+            "deviation (x.std without unbiased=False)"
+        )
+    if doubts:
+        origin = f"{found.origin}; {', and '.join(doubts)}, which cannot be imported"
+        return Finding(found.values, origin, True)
+    if own and found.values == ("layernorm",):
+        return replace(found, origin=f"{found.origin}; assumed: their variance is torch's, biased")
+    return found
 
 
 def _norms_are_around_zero(file: Evidence) -> bool:
-    roles: tuple[Role, ...] = ("attention_norm", "mlp_norm", "final_norm")
-    tensors = [tensor for role in roles if (tensor := file.tensors.get(role)) is not None]
+    tensors = [tensor for role in NORMS if (tensor := file.tensors.get(role)) is not None]
     return bool(tensors) and float((torch.cat(tensors) <= 0).float().mean()) > NOT_POSITIVE
 
 

@@ -1,5 +1,6 @@
 """Questions: a setting that is not understood, or that contradicts the tensors, is not assumed."""
 
+import re
 from typing import Any
 
 import pytest
@@ -208,6 +209,21 @@ def test_direction_of_rotary_positions_is_asked_or_reported() -> None:
     found = finding("llama", "rotary_direction")
     assert (found.values[0], found.origin, found.ambiguous) == ("forward", CONVENTION, False)
     assert finding("nanoGPT", "rotary_direction").origin == UNUSED
+
+
+@pytest.mark.parametrize(("weight", "bias"), [("a_2", "b_2"), ("alpha", "bias")])
+def test_norm_named_as_in_tutorials_is_a_question(weight: str, bias: str) -> None:
+    """Tutorials divide by the unbiased standard deviation; the biased one was computed."""
+    named = state(SCHEMES["nanoGPT"].model())
+    tensors = {
+        re.sub(r"(ln_\w+\.)bias", rf"\1{bias}", re.sub(r"(ln_\w+\.)weight", rf"\1{weight}", n)): t
+        for n, t in named.items()
+    }
+    found = of_tensors(tensors)["norm"]
+    assert (found.values, found.ambiguous) == (("layernorm",), True)
+    assert f"ln_1.{weight} divide by the unbiased standard deviation" in found.origin
+    assert of_tensors(named)["norm"].origin == "norms have biases"
+    assert "assumed: their variance" in finding("book", "norm").origin
 
 
 @pytest.mark.parametrize("name", ["MultiheadAttention", "llama, final norm without weights"])
