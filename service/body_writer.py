@@ -12,6 +12,10 @@ from starlette.types import Scope
 EXTENSION = "logitd.body_writer"
 """Name of the ASGI extension, whose member `write` is the request's `BodyWriter`."""
 
+MIN_BYTES_PER_SECOND = 2048
+"""Minimum rate at which a client must send and read: half of the 32 kbit/s to which mobile networks
+throttle a connection. So 4 MiB may take 34 minutes."""
+
 BodyWriter = Callable[[bytes], bool]
 """Writes a piece of a reply that has begun. Returns False if the client reads slowly or has
 disconnected. The caller must then send the next piece with `send`, which waits for the client."""

@@ -12,6 +12,8 @@ import sys
 from enum import Enum, auto
 from typing import NamedTuple
 
+from logitd.service.body_writer import MIN_BYTES_PER_SECOND
+
 MAX_HEADER_BYTES = 64 * 1024
 """Maximum size of a request's target and headers, as counted by `head_size`. Requests with larger
 ones are answered with 431."""
@@ -23,9 +25,6 @@ FRAMING_PER_BODY_BYTE = 8
 byte need five."""
 DISCARDED_BYTES = 2**20
 """Maximum number of bytes read and discarded after a refusal. Further bytes are not read."""
-MIN_BYTES_PER_SECOND = 2048
-"""Minimum rate at which a client must send and read: half of the 32 kbit/s to which mobile networks
-throttle a connection. So 4 MiB may take 34 minutes."""
 
 _GONE = (7, 8)
 """TCP states of a client that has disconnected. TCP_CLOSE: it reset the connection. TCP_CLOSE_WAIT:

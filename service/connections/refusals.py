@@ -4,7 +4,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from logitd.service.connections.reading import MAX_HEADER_BYTES, MIN_BYTES_PER_SECOND
+from logitd.service.body_writer import MIN_BYTES_PER_SECOND
+from logitd.service.connections.reading import MAX_HEADER_BYTES
 from logitd.service.errors import ApiError, unavailable
 
 

@@ -18,6 +18,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from logitd.service.body_writer import MIN_BYTES_PER_SECOND
 from logitd.service.errors import ERRORS, EXPECTED, as_api_error
 from logitd.service.models.context import disconnected
 
@@ -47,8 +48,6 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     },
 }
 """OpenAPI responses of an endpoint that can stream its reply."""
-MIN_BYTES_PER_SECOND = 2048
-"""The rate that `service/connections/reading.py` requires of all readers."""
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -33,7 +33,7 @@ def test_ids_come_back_in_the_smallest_type(tmp_path: Path, vocab_size: int, wid
     assert (tmp_path / "a").stat().st_size == HEADER.size + 4 * width + 2 * 8
     assert shard.ends is not None
     assert shard.ends.tolist() == [3]
-    assert shard.document_ends(end_of_text=1).tolist() == [3, 4], "whatever ids they have"
+    assert shard.document_ends(end_of_text=1).tolist() == [3, 4], "the id 1 ends nothing"
 
 
 def without_documents(raw: bytes) -> bytes:

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logitd.service.body_writer import MIN_BYTES_PER_SECOND
 from logitd.service.connections.reading import (
     MAX_HEADER_BYTES,
     MAX_RAW_HEADER_BYTES,
-    MIN_BYTES_PER_SECOND,
 )
 from logitd.service.connections.refusals import head_size
 from logitd.service.http.schemas import ErrorReply

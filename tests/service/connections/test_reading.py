@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+from logitd.service.body_writer import MIN_BYTES_PER_SECOND
 from logitd.service.connections.reading import (
     FRAMING_PER_BODY_BYTE,
     MAX_RAW_HEADER_BYTES,
-    MIN_BYTES_PER_SECOND,
     Reading,
     ReadState,
     ReplyProgress,
