@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -277,25 +278,32 @@ def optional_properties(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", [("regex", "(ab|b)+"), ("choice", ["a", "abc"])])
-def test_slow_matcher_starts_with_the_mask_after_its_first_token(source: tuple[Kind, Any]) -> None:
-    texts = []
-    for is_quick in (True, False):
-        constraint = compiled(*source)
-        constraint.is_quick = is_quick
-        texts.append([walk(constraint, seed) for seed in range(9)])
-        matcher = constraint.matcher()
-        if is_quick:
-            with pytest.raises(ConstraintError):
-                matcher.advance(ord("z"))
-            continue
-        matcher.advance(ord("z"))
-        for _ in range(2):  # asking again gives the same answer
-            with pytest.raises(ConstraintError):
-                matcher.allowed()
-        constraint.prepare()
+def test_slow_matchers_are_compiled_one_after_another_in_a_thread(
+    source: tuple[Kind, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, slow = compiled(*source), compiled(*source)
+    quick.is_quick, slow.is_quick = True, False
+    assert quick.matcher().prepare()
+    compiler, may_compile = slow.compiler, threading.Event()
+
+    def when_allowed(*arguments: Any) -> Any:
+        assert may_compile.wait(60)
+        assert threading.current_thread() is not threading.main_thread()
+        return type(compiler).matcher(compiler, *arguments)
+
+    monkeypatch.setattr(compiler, "matcher", when_allowed)
+    first, second = slow.matcher(), slow.matcher()
+    assert not first.prepare()
+    assert not second.prepare()
+    assert second._start is None
+    may_compile.set()
+    for matcher in (first, second):
+        while not matcher.prepare():
+            time.sleep(0.001)
         with pytest.raises(ConstraintError):
-            constraint.matcher().advance(ord("z"))
-    assert texts[0] == texts[1]
+            matcher.advance(ord("z"))
+    monkeypatch.undo()
+    assert [walk(slow, seed) for seed in range(9)] == [walk(quick, seed) for seed in range(9)]
 
 
 # Refusals
