@@ -347,11 +347,18 @@ def _quoted(expression: str) -> str:
 
 
 def _check_lark(text: str) -> None:
-    bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', "", text)  # without strings
+    # Shorten strings and expressions to one character, and remove comments.
+    parts = re.compile(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/')
+    bare = parts.sub(lambda part: "" if part[0].startswith(("//", "#")) else part[0][0], text)
     if "%json" in bare:
         raise ConstraintError("%json is not supported in a grammar: use the field json_schema")
     if named := re.search(r"<[^>\n]*>", bare):
         raise ConstraintError(f"the token {named[0][:40]} cannot be part of a text")
+    if re.search(r"~(?!\s*\d|\s*(?:[\"/]\w*|[\w-]+)\s*&\s*/)", bare):
+        raise ConstraintError(
+            "~ also allows bytes that are not UTF-8: add an expression that the text matches too, "
+            "such as ~A & /(?s:.*)/"
+        )
     for attributes in re.findall(r"^[ \t]*[!?]?[\w-]+[ \t]*\[(.*)\][ \t]*:", bare, re.MULTILINE):
         names = {attribute.partition("=")[0].strip() for attribute in attributes.split(",")}
         if refused := sorted(names.intersection(WITHOUT_EFFECT)):

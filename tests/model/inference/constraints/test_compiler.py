@@ -187,9 +187,16 @@ def test_special_tokens_are_no_text(kind_and_text: tuple[Kind, str]) -> None:
 
 
 def test_negation_does_not_reach_special_tokens() -> None:
-    allowed = compiled("grammar", 'start: A\nA: ~"x"', MERGED).matcher().allowed()
+    allowed = compiled("grammar", 'start: A\nA: ~"x" & /(?s:.*)/', MERGED).matcher().allowed()
     assert allowed[: len(MERGING.ranks)].sum() > 200
     assert allowed[len(MERGING.ranks) :].tolist() == [False, True]  # the end of text
+
+
+def test_negation_within_an_expression_is_text() -> None:
+    constraint = compiled("grammar", 'start: A B ~ 1..2\nA: ~"x" & /(?s:.)/\nB: "~" // ~B')
+    assert takes(constraint, "é~~")
+    assert not takes(constraint, "x~")
+    assert not constraint.allowed[0x80:0xC2].any()
 
 
 def test_name_of_a_special_token_is_plain_text() -> None:
@@ -224,7 +231,11 @@ def test_vocabulary_without_an_end_of_text(without_end: Tokenizer) -> None:
 def test_published_vocabularys_gaps_are_never_allowed() -> None:
     ranks = byte_tokenizer().ranks
     tokenizer = Tokenizer(ranks=ranks, pattern=".", special_tokens={"<|a|>": 260, "<|b|>": 263})
-    allowed = compiled("grammar", 'start: A\nA: ~"x"', Compiler(tokenizer)).matcher().allowed()
+    allowed = (
+        compiled("grammar", 'start: A\nA: ~"x" & /(?s:.*)/', Compiler(tokenizer))
+        .matcher()
+        .allowed()
+    )
     assert allowed.shape == (264,)
     assert not allowed[256:].any()
 
@@ -334,6 +345,9 @@ REFUSED: list[tuple[Kind, Any, str]] = [
     ("grammar", 'start: "a" <|endoftext|>', "<|endoftext|>"),
     ("grammar", 'start: "<" <[256]>', "<[256]>"),
     ("grammar", "start: <[*]>", "<[*]>"),
+    ("grammar", "start: A\nA: ~/a/", "not UTF-8"),
+    ("grammar", "start: A\nA: /b/ | ~ B\nB: /a/", "not UTF-8"),
+    ("grammar", 'start: A\nA: ~"a" & ~/b/', "not UTF-8"),
     ("grammar", "start: a\na[temperature=0.5]: /b/", "temperature"),
     ("grammar", 'start: /a\n"/ %json {"type": "null"}', "%json"),
     ("grammar", 'start: a\n?a [ lazy, stop="]:" ]: /b/', "stop"),
