@@ -60,6 +60,9 @@ class TimedMatcher:
     def complete(self) -> bool:
         return self._matcher.complete
 
+    def prepare(self) -> bool:
+        return self._matcher.prepare()
+
     def allowed(self) -> Any:
         with self._clock:
             return self._matcher.allowed()

@@ -103,9 +103,9 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int = TEXT_BYTES) -> str:
-    """The text of a UTF-8 file, with all line endings converted to "\\n". Raises FileError, OSError
-    and UnicodeDecodeError."""
-    return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    """The text of a UTF-8 file, without a byte order mark and with all line endings converted to
+    "\\n". Raises FileError, OSError and UnicodeDecodeError."""
+    return read_regular(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def folder_aside(path: Path) -> Path:

@@ -236,5 +236,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for an endpoint whose only errors have these statuses."""
-    return {status: ERRORS[status] for status in statuses}
+    """OpenAPI responses for an endpoint whose only errors have these statuses, or 403 for a refused
+    Host header."""
+    return {status: ERRORS[status] for status in (*statuses, 403)}

@@ -216,6 +216,7 @@ ONE_ROOM = {
     },
     "threading": {
         "model.checkpoint.hashed_file",
+        "model.inference.constraints.compiler",
         "model.training.stopping.signals",
         "service.engine",
         "service.tracing.otlp",

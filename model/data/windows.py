@@ -106,9 +106,4 @@ def require_stride(stride: int, window: int) -> None:
 
 def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
     """The number of bytes (V,) of the text of each id; 0 for special tokens."""
-    return np.array(
-        [
-            0 if tokenizer.is_special(token_id) else len(tokenizer.token_bytes(token_id))
-            for token_id in range(tokenizer.vocab_size)
-        ]
-    )
+    return np.array([tokenizer.text_bytes([token_id]) for token_id in range(tokenizer.vocab_size)])

@@ -36,9 +36,10 @@ def resolve_indices(
             )
     resolved = tuple(index % count for index in indices)
     if not resolved or list(resolved) != sorted(set(resolved)):
+        counted = f" (from the start: {list(resolved[:20])})" if min(indices, default=0) < 0 else ""
         raise InvalidRequest(
-            f"{param} is {list(resolved[:20])}; it needs at least one index, and indices must be "
-            "ascending and distinct",
+            f"{param} is {list(indices[:20])}{counted}; it needs at least one index, and indices "
+            "must be ascending and distinct",
             param,
         )
     return resolved

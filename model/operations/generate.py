@@ -276,7 +276,7 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
     prompts = encode_all(body.prompts, "prompt", subject)
     constraint: Constraint | None = None
     if source is not None:
-        constraint = yield Compile(source, len(prompts) * body.n)
+        constraint = yield Compile(source)
     changes = yield from resolve_interventions(body.interventions, prompts, subject, generates=True)
     allowed = body.allowed_token_ids
     echoed = body.logprobs if body.echo else None

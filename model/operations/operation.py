@@ -117,10 +117,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Compile a constraint for a number of sequences. The plan receives a `Constraint`."""
+    """Compile a constraint. The plan receives a `Constraint`."""
 
     source: Source
-    sequences: int
 
 
 # The four kinds of plan

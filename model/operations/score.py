@@ -74,7 +74,8 @@ class TextScore(PromptReply):
     is_greedy: bool = Field(description="True if temperature 0 generates these tokens.")
     perplexity: float | None = Field(description="null if no token is scored.")
     bits_per_byte: float | None = Field(
-        description="Minus `logprob` in bits, divided by the bytes of the scored tokens."
+        description="Minus `logprob` in bits, divided by the bytes of the scored tokens. Special "
+        "tokens have no bytes. null if there are none."
     )
 
 
@@ -145,7 +146,7 @@ def _text_score(
     """The TextScore of a text, with the `listed` likeliest tokens at each position."""
     scored = [token for token in tokens if token.chosen is not None]
     total = math.fsum(logprobs_of(scored))
-    size = len(tokenizer.decode_bytes([token.token_id for token in scored]))
+    size = tokenizer.text_bytes(token.token_id for token in scored)
     score = {
         "index": index,
         "token_ids": [token.token_id for token in tokens],

@@ -379,6 +379,15 @@ class Tokenizer:
             )
         return self._bytes[token_id]
 
+    def text_bytes(self, token_ids: Iterable[int]) -> int:
+        """The number of bytes of text of token ids, in which a loss per byte is measured. Special
+        tokens have none."""
+        return sum(
+            len(self.token_bytes(token_id))
+            for token_id in token_ids
+            if not self.is_special(token_id)
+        )
+
     def token_text(self, token_id: int) -> str:
         """The text of the token with this id, for display. Bytes that are not UTF-8 become
         U+FFFD."""

@@ -42,11 +42,21 @@ def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
                 ref_template="#/components/schemas/{model}",
             )
             schema["components"]["schemas"].update(bodies["$defs"])
+            _remove_422(schema)
             _add_keys(schema, needs_key)
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _remove_422(schema: dict[str, Any]) -> None:
+    """Remove the status that FastAPI lists for wrong parameters. The server sends 400 instead."""
+    for methods in schema["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
 
 
 def _add_keys(schema: dict[str, Any], needs_key: Callable[[str], bool]) -> None:

@@ -155,7 +155,8 @@ class TextScore(PromptResult):
     logprob: float  # Sum of the logprobs of the scored tokens, in nats.
     is_greedy: bool  # True if temperature 0 generates these tokens.
     perplexity: float | None  # null if no token is scored.
-    # Minus `logprob` in bits, divided by the bytes of the scored tokens.
+    # Minus `logprob` in bits, divided by the bytes of the scored tokens. Special tokens have no
+    # bytes. null if there are none.
     bits_per_byte: float | None
     tokens: tuple[Token, ...] | None = None  # With `logprobs`.
 

@@ -112,7 +112,7 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
             step = await _advance(planning, None, in_thread=in_thread)
             while isinstance(step, Compile):
                 constraints = context.model.constraints
-                compiling = constraints.compiled(step.source, step.sequences, context.caller)
+                compiling = constraints.compiled(step.source, context.caller)
                 constraint = await context.in_time(compiling)
                 step = await _advance(planning, constraint, in_thread=in_thread)
         while isinstance(step, Compute):

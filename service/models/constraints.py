@@ -39,9 +39,6 @@ MAX_COMPILING = 8
 """Maximum number of constraints compiled at the same time. Callers that have less than an equal
 share of the running compilations may exceed this limit, until twice this number are running."""
 MAX_CACHED = 32
-MAX_PREPARED = 64
-"""A slow constraint is prepared in advance once for each sequence of a request, but at most this
-many times."""
 PATIENCE = 20
 """Maximum duration of a trial, as a multiple of its limit on processor time. A trial takes longer
 than its processor time if the machine is busy."""
@@ -76,17 +73,9 @@ class Constraints:
         self._compiling: dict[Source, _Compiling] = {}
         self._trials: set[socket.socket] = set()
 
-    async def compiled(self, source: Source, sequences: int = 1, caller: str = "") -> Constraint:
-        """The compiled constraint for a request with this many sequences. Raises ApiError if it
-        cannot be compiled."""
-        constraint = self.cached(source) or await self._compiled_now(source, caller)
-        if constraint.is_quick:
-            return constraint
-        constraint = constraint.without_starts()
-        for _ in range(min(sequences, MAX_PREPARED)):
-            async with self._slow.turn(caller):
-                await to_thread_until_done(constraint.prepare)
-        return constraint
+    async def compiled(self, source: Source, caller: str = "") -> Constraint:
+        """The compiled constraint. Raises ApiError if it cannot be compiled."""
+        return self.cached(source) or await self._compiled_now(source, caller)
 
     async def _compiled_now(self, source: Source, caller: str) -> Constraint:
         """Compile a constraint, or wait until another request has compiled it."""

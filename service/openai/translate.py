@@ -4,6 +4,7 @@ Fields with the same name have the same meaning and are copied, unless they are 
 the native default. All other fields are translated here.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,8 +149,9 @@ def _tools(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
 
 @contextmanager
 def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
-    """Within this context, make errors name the client's field instead of the native field. `names`
-    maps native names to the client's names; it need not include the constraint's field."""
+    """Within this context, make errors and their messages name the client's field instead of the
+    native field. `names` maps native names to the client's names; it need not include the
+    constraint's field."""
     if constraint is not None:
         names[constraint.native] = constraint.field
     try:
@@ -157,8 +159,16 @@ def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
     except (ApiError, InvalidRequest) as error:
         native = error.param or ""
         error.param = names.get(native, error.param)
-        if isinstance(error, ApiError) and error.message.startswith(f"{native}: "):
-            error.message = f"{error.param}{error.message.removeprefix(native)}"
+        message = error.message if isinstance(error, ApiError) else str(error)
+        if native in names:
+            message = re.sub(rf"^{native}\b", names[native], message)
+        # After "FIELD: ", the compiler's words follow, which name no fields.
+        if constraint is not None and not message.startswith(f"{constraint.field}: "):
+            message = re.sub(rf"\b{constraint.native}\b", constraint.field, message)
+        if isinstance(error, ApiError):
+            error.message = message
+        else:
+            error.args = (message,)
         raise
 
 

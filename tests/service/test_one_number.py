@@ -71,5 +71,6 @@ def test_one_window_has_one_loss(shape: str, tmp_path: Path) -> None:
     assert [token["logprob"] for token in tokens] == score.logprobs.tolist()
     assert -math.fsum(score.logprobs) / len(tokens) == measured.loss
     assert measured.tokens == len(tokens)
+    assert reply["score"]["bits_per_byte"] == pytest.approx(measured.bits_per_byte)
     trainers = _trainers_loss(path, ids, tmp_path)
     assert trainers == pytest.approx(measured.loss, rel=TRAINERS_ROUNDING)

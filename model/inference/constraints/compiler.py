@@ -32,9 +32,10 @@ that could continue always continues.
 
 import json
 import re
+import threading
 import time
 from collections.abc import Mapping
-from copy import copy
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -147,6 +148,8 @@ class Compiler:
                 f"constraints cannot be compiled for this vocabulary: {error}"
             ) from error
         self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
+        self._thread = ThreadPoolExecutor(1, "matcher")
+        self._thread_is_busy = threading.Lock()
         # Ids without text: special tokens, and the gaps in published encodings.
         self._no_text = np.ones(self.vocab_size, dtype=np.bool_)
         self._no_text[list(tokens.values())] = False
@@ -177,6 +180,14 @@ class Compiler:
             # A client did not write the grammar around an expression or choices: drop locations.
             raise ConstraintError(words if source.kind == "grammar" else LOCATION.sub("", words))
         return matcher
+
+    def begin(self, source: Source, grammar: str) -> "Future[Any] | None":
+        """Begin to compile a matcher in another thread; None if one is being compiled there."""
+        if not self._thread_is_busy.acquire(blocking=False):
+            return None
+        compiling = self._thread.submit(self.matcher, source, grammar)
+        compiling.add_done_callback(lambda _: self._thread_is_busy.release())
+        return compiling
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
         """The mask of an llguidance matcher (read-only booleans over the vocabulary), and whether
@@ -217,7 +228,6 @@ class Constraint:
         self.allowed = allowed  # the first mask
         self.is_quick = seconds <= QUICK_SECONDS  # compile time, for use between two steps
         self._grammar = grammar
-        self._starts: list[Any] = []  # compiled ahead
 
     @property
     def kind(self) -> Kind:
@@ -230,28 +240,13 @@ class Constraint:
     def matcher(self) -> "Matcher":
         return Matcher(self)
 
-    def without_starts(self) -> "Constraint":
-        """A copy of the constraint for one request, without the matchers that `prepare` has
-        compiled ahead of time for other requests."""
-        one = copy(self)
-        one._starts = []
-        return one
-
-    def prepare(self) -> None:
-        """Compile the matcher of one more sequence ahead of time. Called in a thread other than the
-        engine's."""
-        self._starts.append(self.compiler.matcher(self.source, self._grammar))
-
-    @property
-    def starts_fast(self) -> bool:
-        """True if `start` takes no more than QUICK_SECONDS."""
-        return self.is_quick or bool(self._starts)
-
     def start(self) -> Any:
         """A new llguidance matcher."""
-        if self._starts:
-            return self._starts.pop()
         return self.compiler.matcher(self.source, self._grammar)
+
+    def begin(self) -> "Future[Any] | None":
+        """Begin to compile a new llguidance matcher; None if another one is being compiled."""
+        return self.compiler.begin(self.source, self._grammar)
 
 
 class Matcher:
@@ -262,9 +257,17 @@ class Matcher:
         self._constraint, self._heap = constraint, constraint.compiler.heap
         self._look, self._ends = constraint.compiler.look, constraint.compiler.ends
         self._state: Any = None  # of llguidance; None before the first token
+        self._start: Future[Any] | None = None  # compiles it
         self._allowed: np.ndarray | None = constraint.allowed  # None: not computed yet
         self._ahead: list[int] = []  # tokens that `_state` has not consumed
         self._slow = False  # the last mask took more than QUICK_SECONDS
+
+    def prepare(self) -> bool:
+        """True if the first token takes little time."""
+        if self._constraint.is_quick or self._state is not None:
+            return True
+        self._start = self._start or self._constraint.begin()
+        return self._start is not None and self._start.done()
 
     def allowed(self) -> np.ndarray:
         """Mask of the next token (V,), computed once after each token. If the text is complete and
@@ -285,7 +288,7 @@ class Matcher:
             return
         self._allowed = None
         self._ahead.append(token_id)
-        if self._slow or (self._state is None and not self._constraint.starts_fast):
+        if self._slow:
             return  # do it with the next mask: the engine limits the time of masks
         self._catch_up()
         if self._state.is_stopped():  # the text is complete, or cannot continue
@@ -295,7 +298,8 @@ class Matcher:
         """Start, and consume the tokens that were appended."""
         if self._state is None:
             self._heap.begin()
-            self._state = self._constraint.start()
+            self._state = self._start.result() if self._start else self._constraint.start()
+            self._start = None
         ahead, self._ahead = self._ahead, []
         for token_id in ahead:
             if not self._state.consume_token(token_id):
@@ -343,11 +347,18 @@ def _quoted(expression: str) -> str:
 
 
 def _check_lark(text: str) -> None:
-    bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', "", text)  # without strings
+    # Shorten strings and expressions to one character, and remove comments.
+    parts = re.compile(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/')
+    bare = parts.sub(lambda part: "" if part[0].startswith(("//", "#")) else part[0][0], text)
     if "%json" in bare:
         raise ConstraintError("%json is not supported in a grammar: use the field json_schema")
     if named := re.search(r"<[^>\n]*>", bare):
         raise ConstraintError(f"the token {named[0][:40]} cannot be part of a text")
+    if re.search(r"~(?!\s*\d|\s*(?:[\"/]\w*|[\w-]+)\s*&\s*/)", bare):
+        raise ConstraintError(
+            "~ also allows bytes that are not UTF-8: add an expression that the text matches too, "
+            "such as ~A & /(?s:.*)/"
+        )
     for attributes in re.findall(r"^[ \t]*[!?]?[\w-]+[ \t]*\[(.*)\][ \t]*:", bare, re.MULTILINE):
         names = {attribute.partition("=")[0].strip() for attribute in attributes.split(",")}
         if refused := sorted(names.intersection(WITHOUT_EFFECT)):

@@ -141,7 +141,7 @@ def _number_bounds(schema: Schema, *, integers: bool) -> dict[str, Any]:
     decimals = _decimals(schema)
     step = 10.0**-decimals
     coarse = all(float(f"{bound:.{decimals}f}") == bound for bound in lows + highs)
-    wide = not lows or not highs or min(highs) - max(lows) > 2 * step or min(highs) == max(lows)
+    wide = not lows or not highs or min(highs) - max(lows) > 2 * step
     if not integers and "multipleOf" not in schema and coarse and wide:
         bounds["multipleOf"] = step
     return bounds

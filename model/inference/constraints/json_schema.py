@@ -5,7 +5,11 @@ ignores unknown keywords. This module refuses unknown keywords too, because they
 or belong to another dialect. It also refuses a minProperties that repeated names could satisfy.
 
 llguidance 1.9.1 reads numbers as 64-bit floats, not always the nearest ones, and computes multiples
-with 32 bits. This module refuses the numbers that it would change.
+with 32 bits. This module refuses the numbers that it would change. In a range whose bounds are not
+multiples, it misses some multiples; so this module moves the bounds to multiples.
+
+llguidance's dates and times include 29 February of every year, the year 0 and the second 60, which
+readers refuse; FORMATS replaces them.
 
 Strings have no escapes except NAMED_CONTROLS, `\"` and `\\` (`JSON_LAYOUT` in
 `model/inference/constraints/compiler.py`), so other control characters cannot be written.
@@ -19,8 +23,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 from logitd.model.inference.errors import ConstraintError
 
@@ -50,6 +55,17 @@ LARGEST_EXCLUSIVE = 2**53 - 1
 MULTIPLES = 2**16
 """Two numbers below this one have a product of 32 bits."""
 
+_LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)"
+    rf"|(?:0[13578]|1[02])-31)|{_LEAP}-02-29)"
+)
+_HOURS = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOURS}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:[zZ]|[+-]{_HOURS})"
+FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+"""Patterns of the formats that llguidance enforces only in part. A second has up to 9 decimals."""
+
 NAMED_CONTROLS = "\b\t\n\f\r"
 
 TOKEN = re.compile(
@@ -72,7 +88,77 @@ def enforceable(schema: Any) -> Any:
         return schema
     _check_keywords(schema)
     _check_count(schema)
-    return {key: _value(key, value) for key, value in schema.items()}
+    return _on_multiples(_formatted({key: _value(key, value) for key, value in schema.items()}))
+
+
+def _formatted(schema: dict[str, Any]) -> dict[str, Any]:
+    """Replace a format in FORMATS with its pattern."""
+    name = schema.get("format")
+    if not isinstance(name, str) or name not in FORMATS:
+        return schema
+    if "pattern" in schema:
+        raise ConstraintError(f"pattern next to the format {name!r} is not supported: use only one")
+    return {key: value for key, value in schema.items() if key != "format"} | {
+        "pattern": FORMATS[name]
+    }
+
+
+def _on_multiples(schema: dict[str, Any]) -> dict[str, Any]:
+    """Move the bounds of a schema with multipleOf to the outermost multiples between them, or
+    slightly beyond. A range with one multiple needs no multipleOf."""
+    step, bounds = schema.get("multipleOf"), {key: schema[key] for key in BOUNDS if key in schema}
+    if not _is_number(step) or not step > 0 or not all(map(_is_number, bounds.values())):
+        return schema  # the compiler's error
+    multiple = Fraction(_exact(step))
+    if schema.get("type") == "integer":
+        multiple = Fraction(multiple.numerator)  # the integers among the multiples
+    lows, highs = [], []
+    for key, bound in bounds.items():
+        factor = Fraction(_exact(bound)) / multiple
+        if "inimum" in key:
+            lows.append(math.floor(factor) + 1 if "exclusive" in key else math.ceil(factor))
+        else:
+            highs.append(math.ceil(factor) - 1 if "exclusive" in key else math.floor(factor))
+    low, high = max(lows, default=None), min(highs, default=None)
+    if low is not None and high is not None and low > high:
+        return schema  # the compiler's error
+    result = {key: value for key, value in schema.items() if key not in BOUNDS}
+    result["multipleOf"] = step if multiple == Fraction(_exact(step)) else int(multiple)
+    if low is not None and low == high:
+        del result["multipleOf"]
+        result["minimum"] = result["maximum"] = _number(low * multiple)
+    else:
+        if low is not None:
+            result["minimum"] = -_above(-low, multiple)
+        if high is not None:
+            result["maximum"] = _above(high, multiple)
+    for key in ("minimum", "maximum"):
+        _check_number(key, result.get(key, 0))
+    return result
+
+
+def _above(factor: int, step: Fraction) -> float:
+    """A bound for which the compiler finds this multiple of a step, and not the next one.
+
+    It requires all decimals of the step in a text, but of an upper bound it takes only the digits
+    that count: 2.5, not 2.50. It also divides a lower bound by the step, and rounds."""
+    decimals = max(0, -_exponent(_decimal(step)))
+    unit = Fraction(1, 10**decimals)
+    if not decimals or not factor:
+        beyond = Fraction(0)
+    elif factor < 0:
+        beyond = unit / 2
+    else:
+        beyond = unit if unit < step else Fraction(0)
+    return _number(factor * step + beyond)
+
+
+def _number(exact: Fraction) -> float:
+    return exact.numerator if exact.denominator == 1 else float(exact)
+
+
+def _decimal(exact: Fraction) -> Decimal:
+    return (Decimal(exact.numerator) / Decimal(exact.denominator)).normalize()
 
 
 def _value(key: str, value: Any) -> Any:
@@ -120,6 +206,8 @@ def check_combinations(schema: Any) -> None:
         _check_bounds(group)
     if combined:
         _check_multiples(every)
+        for one, other in product(every, every):
+            _check_bounds_of_multiples(one, other)
 
 
 def _check_bounds(schemas: Sequence[Mapping[str, Any]]) -> None:
@@ -154,6 +242,22 @@ def _check_multiples(every: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def _check_bounds_of_multiples(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Refuse a bound that is no integer if another schema has a multipleOf with decimals: between
+    such bounds the compiler misses some multiples. Bounds next to their own multipleOf fit it."""
+    own, step = one.get("multipleOf"), other.get("multipleOf")
+    bounds = [key for key in BOUNDS if _is_number(one.get(key)) and one[key] % 1]
+    if not bounds or not _is_number(step) or not step % 1:
+        return
+    if _is_number(own) and Fraction(_exact(own)) % Fraction(_exact(step)) == 0:
+        return
+    raise ConstraintError(
+        f"{bounds[0]} is {one[bounds[0]]} and multipleOf is {step} in a schema with allOf, "
+        "patternProperties, or $ref, anyOf or oneOf next to other keywords: use integers as "
+        "bounds, or put them next to multipleOf"
+    )
+
+
 def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(value, Mapping):
         yield value
@@ -172,7 +276,7 @@ def _combines(schema: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -13,6 +13,10 @@ class TokenMatcher(Protocol):
     def complete(self) -> bool:
         """True if no token may follow. Only `allowed` updates this value."""
 
+    def prepare(self) -> bool:
+        """True if the matcher is compiled, or takes little time to compile. Otherwise begin to
+        compile it in another thread, unless a different matcher is being compiled there."""
+
     def allowed(self) -> Any:
         """Mask of the next token: read-only NumPy booleans (V,). At least one is true unless the
         matcher is complete. Raises ConstraintError if an incomplete text cannot continue. The first

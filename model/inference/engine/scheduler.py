@@ -26,7 +26,8 @@ work increases the time per token of other sequences to at most about twice its 
 Masks of constraints are computed here, before a step begins, because their time is not known in
 advance. Sequences whose masks do not fit into MASK_SECONDS decode in a later step, in turn. So
 expensive constraints delay other sequences by a bounded time per token. When a sequence decodes
-never changes its tokens.
+never changes its tokens. A matcher that takes long to compile is compiled by another thread when
+its sequence has a slot, so waiting sequences need no memory for it; the prompt waits until then.
 
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
@@ -71,6 +72,10 @@ replies of heavy requests takes."""
 MASK_SECONDS = 0.03
 """Seconds in which a step begins to compute masks. The last mask may exceed them (about 8 ms:
 `model/inference/constraints/compiler.py`). A usual mask takes less than a millisecond."""
+
+
+MATCHER_SECONDS = 0.002
+"""Seconds that a step with nothing else to compute waits for the matcher of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,8 @@ class Scheduler:
             self._behind[sequence] = None
 
     def has_work(self) -> bool:
-        """True if the next plan would not be empty: a sequence can compute or be admitted."""
+        """True if a sequence can compute, be admitted, or waits for its matcher. Only in the last
+        case the next plan may be empty."""
         return (
             any(sequence.may_compute for sequence in self.running)
             or self.attributions.has_work()
@@ -210,6 +216,7 @@ class Scheduler:
         prompts = self._callers.in_turn(
             [s for s in self.running if s.state is State.PREFILL and s.may_compute]
         )
+        prompts = self._with_matchers(prompts, idle=not (decode or attributes))
         positions = self.config.prefill_chunk
         if decode and prompts:
             waiting = (_waiting(sequence, now) for sequence in prompts)
@@ -449,6 +456,14 @@ class Scheduler:
             with suppress(Exception):  # the runner asks again, and ends the sequence
                 sequence.matcher.allowed()
         return tuple(s for s in decode if s.matcher is None or s.masked_step == self._step)
+
+    def _with_matchers(self, prompts: list[Sequence], *, idle: bool) -> list[Sequence]:
+        """Choose the prompts whose matchers are compiled. The first of the others in turn is
+        compiled next. If the step has nothing to compute, wait a little for it."""
+        ready = [s for s in prompts if s.matcher is None or s.matcher.prepare()]
+        if idle and prompts and not ready:
+            time.sleep(MATCHER_SECONDS)
+        return ready
 
     def _reserve(self, chunk: PrefillChunk) -> None:
         """Charge a chunk's elements to the step. If the prompt has not begun, also record that its

@@ -16,7 +16,7 @@ def test_indices_are_resolved() -> None:
     [
         ([3], "layers.*3.*0 to 2.*-3 to -1"),
         ([0, -4], "layers.*-4.*3"),
-        ([-1, 2], "layers.*2, 2"),
+        ([-1, 2], r"layers is \[-1, 2\] \(from the start: \[2, 2\]\)"),
         ([1, 0], "layers.*1, 0"),
         ([], r"layers.*\[\]"),
     ],

@@ -255,6 +255,12 @@ def test_keys_come_from_setting_and_file(tmp_path: Path, checkpoint_path: Path) 
         assert server.client.get("/info", headers=bearer("bbbbbbbb")).status_code == 200
 
 
+def test_key_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alice={ALICE}\n", encoding="utf-8-sig")
+    assert read_api_keys(None, file).names == ("alice",)
+
+
 @pytest.mark.parametrize(("length", "warned"), [(15, True), (16, False)])
 def test_short_key_is_accepted_with_a_warning(
     length: int, warned: bool, caplog: pytest.LogCaptureFixture

@@ -42,6 +42,17 @@ def test_whole_text_can_be_scored(server: Serving, gpt: GPT) -> None:
     assert found.bits_per_byte == pytest.approx(-mean / math.log(2))  # every token is a byte
 
 
+def test_special_tokens_have_no_bytes(server: Serving) -> None:
+    """As in `logitd eval` and the trainer's validation, whose bits per byte are the same number."""
+    end = 256
+    texts = [[ord("a"), end], [end]]
+    (prompt,) = score(server, continuations=texts).prompts
+    assert prompt.continuations is not None
+    both, only_special = prompt.continuations
+    assert both.bits_per_byte == pytest.approx(-both.logprob / math.log(2))
+    assert only_special.bits_per_byte is None
+
+
 def test_continuations_equal_the_models_logprobs(server: Serving, gpt: GPT) -> None:
     given = [" and", "x", " more than one token"]
     prompt_text = PROMPT.replace("A prompt", "A fresh prompt, one that nobody computed before,")

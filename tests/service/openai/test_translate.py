@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.operations.generate import GenerateRequest
 from logitd.service.errors import EXPECTED, ApiError, as_api_error, bad_request
 from logitd.service.openai.chat_schemas import ChatRequest
@@ -172,3 +173,46 @@ def test_errors_name_the_clients_fields() -> None:
         with pytest.raises(ApiError) as caught, param_names(constraint, prompt="messages"):
             raise bad_request("no", native)
         assert caught.value.param == own
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"response_format": {"type": "json_object"}, "ignore_eos": True},
+            "response_format determines where the text ends, but ignore_eos is true; leave out "
+            "response_format or ignore_eos",
+        ),
+        ({"guided_choice": ["a", "a"]}, "guided_choice lists a text twice; list each once"),
+        (
+            {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+            "structured_outputs determines where the text ends, but ignore_eos is true; leave out "
+            "structured_outputs or ignore_eos",
+        ),
+    ],
+)
+def test_messages_name_the_clients_fields(fields: dict[str, Any], message: str) -> None:
+    body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
+    constraint = constraint_of(body)
+    with pytest.raises(InvalidRequest) as caught, param_names(constraint):
+        native_completion(body, constraint)
+    assert str(caught.value) == message
+    assert caught.value.param in fields
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "message"),
+    [
+        ("n and json_schema could forbid", "n", "n and response_format could forbid"),
+        ("json_schema: a prompt", "json_schema", "response_format: a prompt"),
+        ("logprobs is 41", "logprobs", "top_logprobs is 41"),
+        ("top_logprobs needs logprobs", "top_logprobs", "top_logprobs needs logprobs"),
+        ("the prompt is too long", "prompt", "the prompt is too long"),
+    ],
+)
+def test_message_names_fields_as_the_client_does(said: str, param: str, message: str) -> None:
+    constraint = Constraint("response_format", "json_schema", {})
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    with pytest.raises(InvalidRequest) as caught, param_names(constraint, **names):
+        raise InvalidRequest(said, param)
+    assert str(caught.value) == message

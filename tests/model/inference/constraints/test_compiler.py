@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -186,9 +187,16 @@ def test_special_tokens_are_no_text(kind_and_text: tuple[Kind, str]) -> None:
 
 
 def test_negation_does_not_reach_special_tokens() -> None:
-    allowed = compiled("grammar", 'start: A\nA: ~"x"', MERGED).matcher().allowed()
+    allowed = compiled("grammar", 'start: A\nA: ~"x" & /(?s:.*)/', MERGED).matcher().allowed()
     assert allowed[: len(MERGING.ranks)].sum() > 200
     assert allowed[len(MERGING.ranks) :].tolist() == [False, True]  # the end of text
+
+
+def test_negation_within_an_expression_is_text() -> None:
+    constraint = compiled("grammar", 'start: A B ~ 1..2\nA: ~"x" & /(?s:.)/\nB: "~" // ~B')
+    assert takes(constraint, "é~~")
+    assert not takes(constraint, "x~")
+    assert not constraint.allowed[0x80:0xC2].any()
 
 
 def test_name_of_a_special_token_is_plain_text() -> None:
@@ -223,7 +231,11 @@ def test_vocabulary_without_an_end_of_text(without_end: Tokenizer) -> None:
 def test_published_vocabularys_gaps_are_never_allowed() -> None:
     ranks = byte_tokenizer().ranks
     tokenizer = Tokenizer(ranks=ranks, pattern=".", special_tokens={"<|a|>": 260, "<|b|>": 263})
-    allowed = compiled("grammar", 'start: A\nA: ~"x"', Compiler(tokenizer)).matcher().allowed()
+    allowed = (
+        compiled("grammar", 'start: A\nA: ~"x" & /(?s:.*)/', Compiler(tokenizer))
+        .matcher()
+        .allowed()
+    )
     assert allowed.shape == (264,)
     assert not allowed[256:].any()
 
@@ -277,25 +289,32 @@ def optional_properties(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", [("regex", "(ab|b)+"), ("choice", ["a", "abc"])])
-def test_slow_matcher_starts_with_the_mask_after_its_first_token(source: tuple[Kind, Any]) -> None:
-    texts = []
-    for is_quick in (True, False):
-        constraint = compiled(*source)
-        constraint.is_quick = is_quick
-        texts.append([walk(constraint, seed) for seed in range(9)])
-        matcher = constraint.matcher()
-        if is_quick:
-            with pytest.raises(ConstraintError):
-                matcher.advance(ord("z"))
-            continue
-        matcher.advance(ord("z"))
-        for _ in range(2):  # asking again gives the same answer
-            with pytest.raises(ConstraintError):
-                matcher.allowed()
-        constraint.prepare()
+def test_slow_matchers_are_compiled_one_after_another_in_a_thread(
+    source: tuple[Kind, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, slow = compiled(*source), compiled(*source)
+    quick.is_quick, slow.is_quick = True, False
+    assert quick.matcher().prepare()
+    compiler, may_compile = slow.compiler, threading.Event()
+
+    def when_allowed(*arguments: Any) -> Any:
+        assert may_compile.wait(60)
+        assert threading.current_thread() is not threading.main_thread()
+        return type(compiler).matcher(compiler, *arguments)
+
+    monkeypatch.setattr(compiler, "matcher", when_allowed)
+    first, second = slow.matcher(), slow.matcher()
+    assert not first.prepare()
+    assert not second.prepare()
+    assert second._start is None
+    may_compile.set()
+    for matcher in (first, second):
+        while not matcher.prepare():
+            time.sleep(0.001)
         with pytest.raises(ConstraintError):
-            constraint.matcher().advance(ord("z"))
-    assert texts[0] == texts[1]
+            matcher.advance(ord("z"))
+    monkeypatch.undo()
+    assert [walk(slow, seed) for seed in range(9)] == [walk(quick, seed) for seed in range(9)]
 
 
 # Refusals
@@ -326,6 +345,9 @@ REFUSED: list[tuple[Kind, Any, str]] = [
     ("grammar", 'start: "a" <|endoftext|>', "<|endoftext|>"),
     ("grammar", 'start: "<" <[256]>', "<[256]>"),
     ("grammar", "start: <[*]>", "<[*]>"),
+    ("grammar", "start: A\nA: ~/a/", "not UTF-8"),
+    ("grammar", "start: A\nA: /b/ | ~ B\nB: /a/", "not UTF-8"),
+    ("grammar", 'start: A\nA: ~"a" & ~/b/', "not UTF-8"),
     ("grammar", "start: a\na[temperature=0.5]: /b/", "temperature"),
     ("grammar", 'start: /a\n"/ %json {"type": "null"}', "%json"),
     ("grammar", 'start: a\n?a [ lazy, stop="]:" ]: /b/', "stop"),

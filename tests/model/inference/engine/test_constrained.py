@@ -326,6 +326,69 @@ def test_masks_of_a_step_take_a_bounded_time(temperature: float) -> None:
         assert driven.outcomes[key].token_ids == outcome.token_ids
 
 
+# Matchers that are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled(Steps):
+    """A constraint whose matchers are ready after they were asked for `asked` times. `begun` holds
+    them in the order in which they begin."""
+
+    asked: int = 3
+    begun: list["CompiledMatcher"] = dataclasses.field(default_factory=list)
+
+    def matcher(self) -> "CompiledMatcher":
+        return CompiledMatcher(self)
+
+
+class CompiledMatcher(StepsMatcher):
+    steps: Compiled
+
+    def __init__(self, steps: Compiled) -> None:
+        super().__init__(steps)
+        self.asked = 0
+
+    def prepare(self) -> bool:
+        if not self.asked:
+            self.steps.begun.append(self)
+        self.asked += 1
+        return self.asked > self.steps.asked
+
+    def allowed(self) -> np.ndarray:
+        assert self.asked > self.steps.asked
+        return super().allowed()
+
+
+def test_matchers_are_compiled_for_sequences_with_a_slot() -> None:
+    """Others are generated in the meantime, and a text does not depend on it."""
+    gpt = small_gpt()
+    driven = Driven(gpt, slots=3)
+    constraint = Compiled(gpt.config.vocab_size, length=9)
+    fields: dict[str, Any] = {"max_tokens": 20, "seed": 1}
+    driven.add(generation("free", [1, 2], **fields))
+    driven.add(generation("masked", [5], n=6, constraint=constraint, **fields))
+    for steps in range(1, constraint.asked + 1):
+        driven.step()
+        free, *masked = (len(outcome.tokens) for outcome in driven.outcomes.values())
+        assert (free, sum(masked), len(constraint.begun)) == (steps, 0, 2)
+    while driven.unfinished:
+        driven.step()
+    assert len(constraint.begun) == 6
+    plain = Steps(gpt.config.vocab_size, length=9)
+    ready = run(gpt, generation("masked", [5], n=6, constraint=plain, **fields), slots=6)
+    for key, outcome in ready.items():
+        assert driven.outcomes[key].token_ids == outcome.token_ids
+
+
+def test_prompt_without_company_waits_for_its_matcher() -> None:
+    gpt = small_gpt()
+    driven = Driven(gpt, slots=3)
+    constraint = Compiled(gpt.config.vocab_size, length=9)
+    driven.add(generation("masked", [5], constraint=constraint, max_tokens=20))
+    ((_, outcome),) = driven.drain().items()
+    assert len(outcome.tokens) == 9
+
+
 # Failures and refusals
 
 
@@ -348,6 +411,9 @@ class EndingMatcher:
         self.ending = ending
         self.left = ending.after
         self.complete = False
+
+    def prepare(self) -> bool:
+        return True
 
     def allowed(self) -> np.ndarray:
         if not self.left:
