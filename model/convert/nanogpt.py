@@ -20,6 +20,7 @@ from logitd.model.convert.by_role.stated import (
     settings_of,
     states_rms,
 )
+from logitd.model.convert.collected_settings import collect_settings
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import (
     ForeignModel,
@@ -31,7 +32,7 @@ from logitd.model.convert.foreign import (
 )
 from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
-from logitd.model.convert.state_file import collect_settings, named_tensors, tensors_left_out
+from logitd.model.convert.state_file import named_tensors, tensors_left_out
 from logitd.model.convert.unknown_settings import FLAGS, unknown_settings
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.shapes import gpt2_shape

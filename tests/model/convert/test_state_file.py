@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
+from logitd.model.convert.collected_settings import collect_settings
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.state_file import collect_settings, find_state_file, read_state_file
+from logitd.model.convert.state_file import find_state_file, read_state_file
 
 STATE: dict[str, Tensor] = {
     "emb.weight": torch.arange(12.0).view(4, 3),
