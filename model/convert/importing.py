@@ -44,6 +44,7 @@ from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.llama2c import read_llama2c
 from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.origin import record_of_code, record_of_import
+from logitd.model.convert.shards import is_index
 from logitd.model.convert.source_file import object_beside
 from logitd.model.convert.state_file import (
     SUFFIXES,
@@ -226,7 +227,7 @@ def _open(
         raise ConvertError(f"{source} does not exist")
     refuse_adapter(source)
     folder = source if source.is_dir() else source.parent
-    described = source.is_dir() or source.name in DESCRIBED
+    described = source.is_dir() or source.name in DESCRIBED or is_index(source)
     if not roles.given and described:
         roles = replace(roles, answers=_family_answers(folder))
     if not roles.given:
@@ -254,7 +255,7 @@ def _read_published(
     """Read a model whose format determines the computation; None if the model has another format.
     With `by_role_else`, the result is also None if no reader supports the model's Hugging Face
     family. Only `source` is read if it is a file; but a `config.json` means its folder."""
-    if source.is_file() and source.name in DESCRIBED:
+    if source.is_file() and (source.name in DESCRIBED or is_index(source)):
         if (model := _read_huggingface(source, by_role_else=by_role_else)) is not None:
             return model
         source = source.parent if source.name == CONFIG else source

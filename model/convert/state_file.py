@@ -28,6 +28,13 @@ from logitd.model.convert.collected_settings import (
 from logitd.model.convert.containers import container_of, read_json_weights, read_npz
 from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.convert.pt_file import read_pt, without_tensors
+from logitd.model.convert.shards import (
+    index_of,
+    is_index,
+    read_shards,
+    require_whole,
+    shards_of,
+)
 from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import unknown_settings, unshown
 from logitd.model.owner_code.process.weights import without_wrappers
@@ -95,10 +102,12 @@ class StateFile:
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
     """Read a weight file. `state` is the key of the state dict, with nested keys joined by dots;
-    None searches for the state dict. Raises ConvertError."""
+    None searches for the state dict. Raises ConvertError, also for one of several shards; their
+    index reads them all."""
+    require_whole(path)
     whole = loaded = read_tensors(path)
     key, left_out = "", list[str]()
-    if container_of(path) == "safetensors":
+    if is_index(path) or container_of(path) == "safetensors":
         whole = contents = read_metadata(path)
     else:
         key, loaded = _state_dict(path, whole, state)
@@ -131,15 +140,19 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
 
 
 def find_state_file(folder: Path) -> Path:
-    """Find the only weight file in a folder, or else in its subfolders. Raises ConvertError if
-    there is none, or more than one."""
-    levels = [sorted(filter(holds_weights, folder.glob(deep))) for deep in ("*", "*/*", "*/*/*")]
+    """Find the only weight file in a folder, or else in its subfolders; the index if the model is
+    in shards. Raises ConvertError if there is none, or more than one."""
+    levels = [
+        sorted({index_of(path) or path for path in filter(holds_weights, folder.glob(deep))})
+        for deep in ("*", "*/*", "*/*/*")
+    ]
     for arrays in (False, True):  # NumPy's files are usually data
         for level in levels:
             candidates = [path for path in level if (path.suffix == ".npz") == arrays]
             if len(candidates) == 1:
                 return candidates[0]
             if candidates:
+                require_whole(candidates[0])
                 raise ConvertError(
                     f"{folder} has {len(candidates)} weight files: "
                     f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; import one "
@@ -156,7 +169,9 @@ def holds_weights(path: Path) -> bool:
 
 
 def read_tensors(path: Path) -> Mapping[Any, Any]:
-    """Read the dictionary in a weight file. Raises ConvertError."""
+    """Read the dictionary in a weight file, or the tensors of an index. Raises ConvertError."""
+    if is_index(path):
+        return read_shards(path, lambda shard: named_tensors(str(shard), read_tensors(shard)))
     match container_of(path):
         case "npz":
             return read_npz(path)
@@ -176,7 +191,12 @@ def read_tensors(path: Path) -> Mapping[Any, Any]:
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Read the texts in the header of a safetensors file, by name, except further names of tensors.
-    Texts that are JSON or a flag of Python become their values."""
+    Texts that are JSON or a flag of Python become their values. Of an index, the headers of all
+    shards are read; other containers have no such texts."""
+    if is_index(path):
+        return {k: v for shard in shards_of(path) for k, v in read_metadata(shard).items()}
+    if container_of(path) != "safetensors":
+        return {}
     with safe_open(path, framework="pt") as opened:
         names = frozenset(opened.keys())
         texts = {k: v for k, v in (opened.metadata() or {}).items() if v not in names}
