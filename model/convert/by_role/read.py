@@ -32,7 +32,7 @@ from logitd.model.convert.by_role.objective import (
 )
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, require_read
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN, check_rotary_width
-from logitd.model.convert.by_role.questions import find
+from logitd.model.convert.by_role.questions import contradicted_sizes, find
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
 from logitd.model.convert.by_role.resolve import answered, resolve
@@ -83,11 +83,13 @@ class RoleOptions:
 
 @dataclass(frozen=True)
 class Recognized:
-    """The tensors of a file by role, and the evidence about its computation."""
+    """The tensors of a file by role, and the evidence about its computation. `contradicted` are the
+    stated sizes that the tensors contradict."""
 
     file: StateFile
     tensors: MappedTensors
     findings: Mapping[str, Finding]
+    contradicted: Mapping[str, Any] = field(default_factory=dict)
     code: OwnerCode | None = None
     draft: Path | None = None
     special_ids: frozenset[int] = frozenset()
@@ -103,7 +105,7 @@ class Recognized:
 
     @property
     def unknown(self) -> Mapping[str, Any]:
-        return self.file.unknown
+        return {**self.file.unknown, **self.contradicted}
 
     @property
     def notes(self) -> Sequence[str]:
@@ -137,7 +139,8 @@ def recognize_file(
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     check_rotary_width(tensors, ignored, findings)
-    return Recognized(file, tensors, findings, options.code, options.draft)
+    contradicted = contradicted_sizes(tensors, file.settings)
+    return Recognized(file, tensors, findings, contradicted, options.code, options.draft)
 
 
 def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
