@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from logitd.model.convert.by_role.names import FIRST_WRAPPER
+from logitd.model.convert.by_role.stated import counts_of
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
 from logitd.model.convert.collected_settings import (
     OPTIMIZER,
@@ -84,6 +85,7 @@ class StateFile:
                of the owner's class may have any type
     contents   everything in the file except tensors; may include a vocabulary
     unknown    settings that are not understood and may change logits
+    step       training step of the weights; 0 if the file does not state it
     loss       the loss that the file states; None if it states none
     left_out   sentences about tensors that are not read
     """
@@ -96,6 +98,7 @@ class StateFile:
     values: Mapping[str, Any] = field(default_factory=dict)
     contents: Mapping[str, Any] = field(default_factory=dict)
     unknown: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
     loss: StatedLoss | None = None
     left_out: Sequence[str] = ()
 
@@ -134,6 +137,7 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
             beside | collect_settings(whole, of_model_alone=True), by_role=True
         )
         | _unread_beside(path),
+        step=_step(whole, key),
         loss=stated_loss(whole),
         left_out=left_out,
     )
@@ -229,6 +233,19 @@ def _state_dict(
             "file (state = ...)"
         )
     return ranked[0], candidates[ranked[0]]
+
+
+def _step(whole: Mapping[Any, Any], key: str) -> int:
+    """The training step that a dictionary around the state dict `key` states, the innermost first;
+    0 if none does. In a configuration, such a number may be a plan."""
+    step, values = 0, whole
+    for part in (*key.split("."), ""):
+        step = next((count for _, count in counts_of("step", values)), step)
+        inner = values.get(part)
+        if not isinstance(inner, Mapping):
+            break
+        values = inner
+    return step
 
 
 def _rank(key: str) -> int:

@@ -49,7 +49,6 @@ from logitd.model.convert.foreign import (
     ConvertError,
     ForeignModel,
     UnusableTensor,
-    count_or_zero,
     naming,
     plausible_loss,
 )
@@ -186,9 +185,7 @@ def read_by_role(
     resolution = _resolve(recognized, text)
     _check_rotary_width(recognized, resolution)
     require_roles(tensors, resolution.computation)
-    dropout, step, val_loss = (
-        setting(file.settings, name)[0] for name in ("dropout", "step", "val_loss")
-    )
+    dropout, val_loss = (setting(file.settings, name)[0] for name in ("dropout", "val_loss"))
     if not is_number(dropout) or not 0 <= dropout < 1:
         dropout = 0.0
     with naming(file.where):
@@ -200,7 +197,7 @@ def read_by_role(
         config=built.config,
         weights=built.weights,
         dtype=torch.float32 if built.rescaled else check(file.where, file.tensors, tensors.map),
-        step=count_or_zero(step),
+        step=file.step,
         val_loss=plausible_loss(val_loss),
         facts={
             "file": file.path.name,

@@ -510,3 +510,19 @@ def test_numbered_shards_are_refused_but_not_a_single_file(name: str, tmp_path: 
     for found in (lambda: find_state_file(tmp_path), lambda: read_state_file(path)):
         with pytest.raises(ConvertError, match=r"has only a part .* no index"):
             found()
+
+
+@pytest.mark.parametrize(
+    ("contents", "step"),
+    [
+        ({"model": STATE, "epoch": 2, "args": {"steps": 10_000, "iters": 500}}, 0),
+        ({"model": STATE, "iteration": 700, "args": {"step": 5, "steps": 10_000}}, 700),
+        ({"step": 9, "state": {"model": STATE, "global_step": 8}}, 8),
+        ({"iter_num": 7, "state": {"model": STATE}}, 7),
+        (STATE, 0),
+    ],
+)
+def test_step_is_that_of_the_weights_not_a_plan(
+    contents: dict[str, Any], step: int, tmp_path: Path
+) -> None:
+    assert read_state_file(saved(tmp_path / "m.pt", contents)).step == step
