@@ -342,7 +342,7 @@ def _record(source: Path, file: StateFile, options: CodeOptions) -> TrainingReco
         KIND,
         options.tokenizer,
         record_of_code(options.code),
-        step=count_or_zero(setting(file.settings, "step")[0]),
+        step=file.step,
         val_loss=plausible_loss(setting(file.settings, "val_loss")[0]),
     )
 

@@ -83,7 +83,7 @@ def read_npz(path: Path) -> dict[str, Any]:
                 f"{path} has {size:,} bytes, but would unpack to {unpacked:,} bytes: it is damaged"
             )
         with np.load(path, allow_pickle=False) as arrays:
-            values = {name.replace("/", "."): _value(arrays[name]) for name in arrays.files}
+            values = {name.replace("/", "."): _value(arrays[name], path) for name in arrays.files}
             if len(values) < len(arrays.files):
                 raise ConvertError(f"{path} has arrays whose names differ only in / and .")
     except ConvertError:
@@ -99,13 +99,18 @@ def read_npz(path: Path) -> dict[str, Any]:
     return _as_state(values)
 
 
-def _value(array: np.ndarray[Any, Any]) -> Any:
+def _value(array: np.ndarray[Any, Any], path: Path) -> Any:
     """An array as a tensor. An array without axes becomes its value, and an array of strings
-    becomes a list."""
+    becomes a list. Raises ConvertError, which names `path`, for a type of another library."""
     if array.ndim == 0:
         return array.item()
     if array.dtype.kind in "US":
         return array.astype(str).tolist()
+    if array.dtype.kind == "V":
+        raise ConvertError(
+            f"{path} has arrays of {array.dtype}, a type that NumPy does not know, such as JAX's "
+            "bfloat16: save them with .astype('float32')"
+        )
     return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
 
 

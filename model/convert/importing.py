@@ -44,6 +44,7 @@ from logitd.model.convert.litgpt import read_litgpt
 from logitd.model.convert.llama2c import read_llama2c
 from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.origin import record_of_code, record_of_import
+from logitd.model.convert.shards import is_index
 from logitd.model.convert.source_file import object_beside
 from logitd.model.convert.state_file import (
     SUFFIXES,
@@ -59,8 +60,8 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.shapes import padded
 
 NANOGPT = "ckpt.pt"
-PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
-"""If the source is a file with one of these names, the file's folder is imported."""
+DESCRIBED = (CONFIG, WEIGHTS, PICKLE)
+"""Names of the files of a Hugging Face folder, which its `config.json` describes."""
 OPENAI_GPT: Mapping[str, Any] = {
     "norm_position": "post",
     "final_norm": False,
@@ -224,20 +225,18 @@ def _open(
     model."""
     if not source.exists():
         raise ConvertError(f"{source} does not exist")
-    named = source
-    if source.is_file() and source.name in PUBLISHED_FILES:
-        source = source.parent
     refuse_adapter(source)
-    if not roles.given and source.is_dir():
-        roles = replace(roles, answers=_family_answers(source))
+    folder = source if source.is_dir() else source.parent
+    described = source.is_dir() or source.name in DESCRIBED or is_index(source)
+    if not roles.given and described:
+        roles = replace(roles, answers=_family_answers(folder))
     if not roles.given:
-        weights = named.name if named.is_file() else WEIGHTS
-        published = _read_published(source, context_length, weights, by_role_else=checked)
+        published = _read_published(source, context_length, by_role_else=checked)
         if published is not None:
-            return published, source if source.is_dir() else source.parent
-    if source.is_dir() and _is_own(source):
-        raise ConvertError(f"{source} is already a checkpoint or run of logitd: serve it directly")
-    path = find_state_file(source) if named.is_dir() or named.name == CONFIG else named
+            return published, folder
+    if described and _is_own(folder):
+        raise ConvertError(f"{folder} is already a checkpoint or run of logitd: serve it directly")
+    path = find_state_file(folder) if source.is_dir() or source.name == CONFIG else source
     state = roles.map_file.state if roles.map_file is not None else None
     return recognize_file(read_state_file(path, state=state), roles, context_length), path.parent
 
@@ -251,25 +250,42 @@ def _family_answers(folder: Path) -> Mapping[str, Any]:
 
 
 def _read_published(
-    source: Path, context_length: int | None, weights: str, *, by_role_else: bool
+    source: Path, context_length: int | None, *, by_role_else: bool
 ) -> ForeignModel | None:
     """Read a model whose format determines the computation; None if the model has another format.
     With `by_role_else`, the result is also None if no reader supports the model's Hugging Face
-    family. If a Hugging Face folder has several weight files, the one called `weights` is read."""
+    family. Only `source` is read if it is a file; but a `config.json` means its folder."""
+    if source.is_file() and (source.name in DESCRIBED or is_index(source)):
+        if (model := _read_huggingface(source, by_role_else=by_role_else)) is not None:
+            return model
+        source = source.parent if source.name == CONFIG else source
     if source.is_file():
+        if source.name == litgpt.WEIGHTS:
+            return read_litgpt(source.parent)
         own = read_llama2c(source) or read_nanogpt(source)
         return own or nanochat.read_nanochat(source, context_length)
     if (source / litgpt.WEIGHTS).is_file():
         return read_litgpt(source)
-    if (source / NANOGPT).is_file() and (model := read_nanogpt(source / NANOGPT)) is not None:
-        return model
-    if (model := nanochat.read_nanochat(source, context_length)) is not None:
-        return model
-    document = object_beside(source, CONFIG)
+    own = read_nanogpt(source / NANOGPT) if (source / NANOGPT).is_file() else None
+    own = own or nanochat.read_nanochat(source, context_length)
+    theirs = [name for name in (WEIGHTS, PICKLE) if (source / name).is_file()]
+    if own is not None and theirs:
+        raise ConvertError(
+            f"{source} has a model of {own.kind} and {theirs[0]}: import one of them by its path"
+        )
+    return own or _read_huggingface(source, by_role_else=by_role_else)
+
+
+def _read_huggingface(source: Path, *, by_role_else: bool) -> ForeignModel | None:
+    """Read a Hugging Face folder, or one of its files; None if `config.json` does not describe it.
+    If the folder has several weight files, the file that is the source is read."""
+    folder = source if source.is_dir() else source.parent
+    document = object_beside(folder, CONFIG)
     known = document.get("model_type") in [*FAMILIES] or not by_role_else
-    if "model_type" in document and "format_version" not in document and known:
-        return read_huggingface(source, named=weights)
-    return None
+    if "model_type" not in document or "format_version" in document or not known:
+        return None
+    weights = WEIGHTS if source.is_dir() or source.name == CONFIG else source.name
+    return read_huggingface(folder, named=weights)
 
 
 def _is_own(folder: Path) -> bool:

@@ -44,6 +44,8 @@ _FILE = re.compile(r"model_(\d+)\.pt")
 _LAYER = r"transformer\.h\.\d+\.(attn\.(c_q|c_k|c_v|c_proj|ve_gate)|mlp\.(c_fc|c_proj))\.weight"
 _OUTSIDE = r"transformer\.wte\.weight|lm_head\.weight|value_embeds\.\d+\.weight"
 _SCALES = r"resid_lambdas|x0_lambdas|smear_gate\.weight|smear_lambda|backout_lambda"
+_OWN = re.compile(rf"({_SCALES})$|value_embeds\.")
+"""Names of tensors that only nanochat and programs derived from it have."""
 _NAMES = re.compile(f"{_LAYER}|{_OUTSIDE}|{_SCALES}")
 PATTERN = "SSSL"
 """nanochat's default pattern of windows: S is a short window, L is the whole context."""
@@ -127,12 +129,15 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
     state = read_pt(path)
     if not all(isinstance(name, str) for name in state):
         return None
-    if not _is_nanochat({name.removeprefix("_orig_mod.") for name in state}):
+    names = {name.removeprefix("_orig_mod.") for name in state}
+    if not _is_nanochat(names):
         return None
     tensors = named_tensors(str(path), state)
     reader = StateDictReader(str(path), tensors)
     meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
     document = source_object(meta) if meta != path and meta.is_file() else {}
+    if not document and _FILE.fullmatch(path.name) is None and not any(map(_OWN.match, names)):
+        return None  # modded-nanogpt uses the other names, too
     if document:
         settings = Settings(f"model_config of {meta}", _model_config(document, meta))
     else:
@@ -206,6 +211,7 @@ def _sizes(
             f"{path} is a nanochat file; the numbers of heads and the attention windows are stored "
             f"in {meta.name}: copy that file to the same folder"
             + ("" if not gates else ", or set --context-length to the model's context length")
+            + "; or, if another program saved it, give --n-head to recognize its tensors by role"
         )
     rows, width = tensors["transformer.wte.weight"].shape
     kv_heads = len(gates[0])

@@ -3,11 +3,13 @@ approximation if the checkpoint is older than the setting `bias`.
 
 The optimizer's state is not imported. Recognition by role (`by_role/`) cannot replace this reader:
 it would have to ask the user for the activation and the position of the norms, and it does not
-check shapes against `model_args`. A changed copy of nanoGPT is recognized by role if its settings
-state another computation: `model_args`, or `config`, which has all settings of the training.
+check shapes against `model_args`. A changed copy of nanoGPT is recognized by role if it has other
+tensors, or if its settings state another computation: `model_args`, or `config`, which has all
+settings of the training.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from logitd.model.convert.by_role.stated import (
     settings_of,
     states_rms,
 )
+from logitd.model.convert.collected_settings import collect_settings
 from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import (
     ForeignModel,
@@ -31,7 +34,7 @@ from logitd.model.convert.foreign import (
 )
 from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
-from logitd.model.convert.state_file import collect_settings, named_tensors, tensors_left_out
+from logitd.model.convert.state_file import named_tensors, tensors_left_out
 from logitd.model.convert.unknown_settings import FLAGS, unknown_settings
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.shapes import gpt2_shape
@@ -43,12 +46,21 @@ OWN_COMPUTATION: Mapping[str, Any] = {
     "qk_norm": False,
 }
 """nanoGPT's values of the fields whose effect the tensors do not show."""
+EXACT_GELU = (
+    "assumed: the exact GELU; nanoGPT of 27 January to 17 May 2023 computed its tanh "
+    "approximation, and its files look the same (--activation gelu_tanh)"
+)
+_TENSORS = re.compile(
+    r"transformer\.((wte|wpe)\.weight|(ln_f|h\.\d+\.(ln_[12]|(attn\.c_attn|(attn|mlp)\.c_proj|"
+    r"mlp\.c_fc)))\.(weight|bias)|h\.\d+\.attn\.bias)|lm_head\.weight"
+)
+"""Names of nanoGPT's tensors, and of the causal mask in old versions."""
 _NAMES_OF_OWN = frozenset(name for field in OWN_COMPUTATION for name in words.SETTINGS[field])
 
 
 def read_nanogpt(path: Path) -> ForeignModel | None:
-    """Read a checkpoint that nanoGPT's train.py saved; None if the file lacks nanoGPT's keys or
-    tensor names, or states another computation. Raises ConvertError."""
+    """Read a checkpoint that nanoGPT's train.py saved; None if the file lacks nanoGPT's keys, has
+    other tensors, or states another computation. Raises ConvertError."""
     if container_of(path) != "torch":
         return None
     checkpoint = read_pt(path)
@@ -63,11 +75,16 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
     if others or any(_others_of(arguments)) or states_rms(stated):
         return None
     settings = Settings(f"model_args of {path}", arguments)
-    reader = StateDictReader(str(path), named_tensors(str(path), state))
-    reader.ignore(".attn.bias")  # the causal mask, in old versions
+    tensors = named_tensors(str(path), state)
+    usual = "transformer.wpe.weight" in tensors and all(map(_TENSORS.fullmatch, tensors))
+    if not usual or not ("bias" in arguments or "transformer.h.0.ln_1.bias" in tensors):
+        return None
     bias = settings.flag("bias", True)
+    reader = StateDictReader(str(path), tensors)
+    reader.ignore(".attn.bias")  # the causal mask, in old versions
     # nanoGPT has had `bias` since 2023-01-27, and the exact GELU since 2023-05-17.
-    approximate = "bias" not in arguments and setting(stated, "activation")[0] is None
+    assumed = setting(stated, "activation")[0] is None
+    approximate = assumed and "bias" not in arguments
     with naming(f"model_args of {path}"):
         config = gpt2_shape(
             **read_sizes(settings, NANOGPT),
@@ -100,7 +117,10 @@ def read_nanogpt(path: Path) -> ForeignModel | None:
         | unknown_settings(unread)
         | _other_computation(unread, config.context_length),
         facts={"dataset": training["dataset"]} if isinstance(training.get("dataset"), str) else {},
-        notes=tensors_left_out(path, checkpoint, "model"),
+        notes=[
+            *tensors_left_out(path, checkpoint, "model"),
+            *([EXACT_GELU] if assumed and not approximate else []),
+        ],
     )
 
 

@@ -23,11 +23,12 @@ DESCRIBING = (".json", ".yaml", ".yml", ".jinja")
 def fingerprint(source: Path, tokenizer: str | None = None) -> str:
     """A hash that distinguishes sources with the same name. It covers the names and contents of all
     weight files, of the settings and chat templates next to them, and of the vocabularies: the
-    file that `tokenizer`, the value of --tokenizer, names, or else all that an import may find."""
+    file that `tokenizer`, the value of --tokenizer, names, or else all that an import may find.
+    A JSON file may be the configuration or the index of the weights in its folder."""
     folder = source if source.is_dir() else source.parent
     files = [source, *(path for path in folder.iterdir() if path.suffix in DESCRIBING)]
-    if source.is_dir():
-        files += (path for path in source.rglob("*") if path.suffix in LOOKED_FOR)
+    if source.is_dir() or source.suffix == ".json":
+        files += (path for path in folder.rglob("*") if path.suffix in LOOKED_FOR)
     named = None if tokenizer is None else named_file(tokenizer)
     files += files_beside(folder) if tokenizer is None else [] if named is None else [named]
     digest = hashlib.sha256()

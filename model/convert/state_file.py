@@ -1,8 +1,8 @@
 """State files: reads the tensors, settings and other contents of weight files saved by any code.
 
 It finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, even if the state dict is
-nested. It finds the configuration in the same file, which may be a JSON text or the metadata of
-safetensors, and in JSON files next to it. Pickles are read as data only (`pt_file.py`). `by_role/`
+nested. The settings are in the same file, which may be the metadata of safetensors, and in JSON
+files next to it (`collected_settings.py`). Pickles are read as data only (`pt_file.py`). `by_role/`
 interprets the tensors.
 """
 
@@ -16,15 +16,28 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from logitd.model.convert.by_role.names import FIRST_WRAPPER, SETTINGS, snake_case
-from logitd.model.convert.by_role.stated import is_number
+from logitd.model.convert.by_role.names import FIRST_WRAPPER
+from logitd.model.convert.by_role.stated import counts_of
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
+from logitd.model.convert.collected_settings import (
+    OPTIMIZER,
+    collect_settings,
+    collect_values,
+    mentions,
+    parsed,
+)
 from logitd.model.convert.containers import container_of, read_json_weights, read_npz
 from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.convert.pt_file import read_pt, without_tensors
+from logitd.model.convert.shards import (
+    index_of,
+    is_index,
+    read_shards,
+    require_whole,
+    shards_of,
+)
 from logitd.model.convert.source_file import source_json
-from logitd.model.convert.unknown_settings import PER_LAYER, unknown_settings, unshown
-from logitd.model.owner_code.process.build import CONFIG_NAMES
+from logitd.model.convert.unknown_settings import unknown_settings, unshown
 from logitd.model.owner_code.process.weights import without_wrappers
 from logitd.model.plural import pluralize
 
@@ -54,40 +67,10 @@ UNREAD_SETTINGS = tuple(
     f"{Path(name).stem}.{suffix}" for name in SETTINGS_FILES for suffix in ("yaml", "yml", "toml")
 )
 """Names of files that may hold settings, but are not read."""
-DEEPEST = 8
-"""Sections nested more deeply are not read."""
 MOST_SHOWN = 6
 """Number of tensors outside the state dict that a sentence names."""
-MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
-_OPTIMIZER = re.compile(r"opt|optim|optims|optimizers?|sched|schedulers?|adamw?|scaler")
-"""Words in the names of dictionaries with tensors of the optimizer."""
-_OPTIMIZER_SETTINGS = re.compile(_OPTIMIZER.pattern.removeprefix("opt|"))
-"""Words in the names of sections that describe the optimizer, whose `eps` is not a norm's. `opt`
-also abbreviates options."""
-_OF_OTHERS = frozenset(("param_groups", "base_lrs", "growth_interval", "fit_loop", "added_tokens"))
-"""Keys in the states of torch's optimizers, schedulers and scaler, of Lightning's loops, and of a
-tokenizer."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """Keys under which torch's optimizers store tensors with the shapes of weights."""
-_TRAINING = re.compile(
-    r"ema|swa|average|rng|random|metrics?|hist(ory|ories)?|loss(es)?|wandb|stats?|statistics|logs?|"
-    r"callbacks?|data(set|sets|loader|module)?|tokeni[sz]ers?|train(ing|er)?_state"
-)
-"""Words in the names of sections with measurements, states or data of a training instead of
-settings."""
-_CONFIGURATION = re.compile(
-    r"config(uration)?s?|cfg|conf|args|arguments|(h|hyper)?params|(hyper)?parameters|settings|"
-    r"opts?|options|hp|kwargs"
-)
-"""Words in the names of values that hold the settings of a program."""
-_ASSIGNMENT = re.compile(r"\w[\"']?\s*(=|:\s)\s*[\w\"'.+-]")
-"""A setting in the text of a configuration, such as `n_head=4` or `n_head: 4`."""
-_LOGGED = re.compile(r"(global_)?(step|iter(ation)?|epoch)|iter_num|(.*_)?loss")
-"""Names of numbers in the entries of a log."""
-_OF_ATTENTION = re.compile(r"(sliding|attention|attn|rope|rotary|softmax)_|.*soft_?cap")
-"""Beginnings of the names of settings that belong to the model in any section."""
-_SHAPE = frozenset(name for field in ("n_layer", "n_head") for name in SETTINGS[field])
-"""Settings in a section that also describes the model."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +85,7 @@ class StateFile:
                of the owner's class may have any type
     contents   everything in the file except tensors; may include a vocabulary
     unknown    settings that are not understood and may change logits
+    step       training step of the weights; 0 if the file does not state it
     loss       the loss that the file states; None if it states none
     left_out   sentences about tensors that are not read
     """
@@ -114,16 +98,19 @@ class StateFile:
     values: Mapping[str, Any] = field(default_factory=dict)
     contents: Mapping[str, Any] = field(default_factory=dict)
     unknown: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
     loss: StatedLoss | None = None
     left_out: Sequence[str] = ()
 
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
     """Read a weight file. `state` is the key of the state dict, with nested keys joined by dots;
-    None searches for the state dict. Raises ConvertError."""
+    None searches for the state dict. Raises ConvertError, also for one of several shards; their
+    index reads them all."""
+    require_whole(path)
     whole = loaded = read_tensors(path)
     key, left_out = "", list[str]()
-    if container_of(path) == "safetensors":
+    if is_index(path) or container_of(path) == "safetensors":
         whole = contents = read_metadata(path)
     else:
         key, loaded = _state_dict(path, whole, state)
@@ -150,21 +137,26 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
             beside | collect_settings(whole, of_model_alone=True), by_role=True
         )
         | _unread_beside(path),
+        step=_step(whole, key),
         loss=stated_loss(whole),
         left_out=left_out,
     )
 
 
 def find_state_file(folder: Path) -> Path:
-    """Find the only weight file in a folder, or else in its subfolders. Raises ConvertError if
-    there is none, or more than one."""
-    levels = [sorted(filter(holds_weights, folder.glob(deep))) for deep in ("*", "*/*", "*/*/*")]
+    """Find the only weight file in a folder, or else in its subfolders; the index if the model is
+    in shards. Raises ConvertError if there is none, or more than one."""
+    levels = [
+        sorted({index_of(path) or path for path in filter(holds_weights, folder.glob(deep))})
+        for deep in ("*", "*/*", "*/*/*")
+    ]
     for arrays in (False, True):  # NumPy's files are usually data
         for level in levels:
             candidates = [path for path in level if (path.suffix == ".npz") == arrays]
             if len(candidates) == 1:
                 return candidates[0]
             if candidates:
+                require_whole(candidates[0])
                 raise ConvertError(
                     f"{folder} has {len(candidates)} weight files: "
                     f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; import one "
@@ -181,7 +173,9 @@ def holds_weights(path: Path) -> bool:
 
 
 def read_tensors(path: Path) -> Mapping[Any, Any]:
-    """Read the dictionary in a weight file. Raises ConvertError."""
+    """Read the dictionary in a weight file, or the tensors of an index. Raises ConvertError."""
+    if is_index(path):
+        return read_shards(path, lambda shard: named_tensors(str(shard), read_tensors(shard)))
     match container_of(path):
         case "npz":
             return read_npz(path)
@@ -201,20 +195,17 @@ def read_tensors(path: Path) -> Mapping[Any, Any]:
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Read the texts in the header of a safetensors file, by name, except further names of tensors.
-    Texts that are JSON or a flag of Python become their values."""
+    Texts that are JSON or a flag of Python become their values. Of an index, the headers of all
+    shards are read; other containers have no such texts."""
+    if is_index(path):
+        return {k: v for shard in shards_of(path) for k, v in read_metadata(shard).items()}
+    if container_of(path) != "safetensors":
+        return {}
     with safe_open(path, framework="pt") as opened:
         names = frozenset(opened.keys())
         texts = {k: v for k, v in (opened.metadata() or {}).items() if v not in names}
     flags = {"True": True, "False": False, "None": None}
-    return {name: flags[text] if text in flags else _value(text) for name, text in texts.items()}
-
-
-def _value(text: str | bytes) -> Any:
-    """The value of a JSON text; other texts unchanged."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    return {name: flags[text] if text in flags else parsed(text) for name, text in texts.items()}
 
 
 def _state_dict(
@@ -242,6 +233,19 @@ def _state_dict(
             "file (state = ...)"
         )
     return ranked[0], candidates[ranked[0]]
+
+
+def _step(whole: Mapping[Any, Any], key: str) -> int:
+    """The training step that a dictionary around the state dict `key` states, the innermost first;
+    0 if none does. In a configuration, such a number may be a plan."""
+    step, values = 0, whole
+    for part in (*key.split("."), ""):
+        step = next((count for _, count in counts_of("step", values)), step)
+        inner = values.get(part)
+        if not isinstance(inner, Mapping):
+            break
+        values = inner
+    return step
 
 
 def _rank(key: str) -> int:
@@ -289,7 +293,7 @@ def tensors_left_out(path: Path, whole: Mapping[Any, Any], key: str) -> list[str
     outside = {
         name: state
         for name, state in states.items()
-        if name != key and not any(_mentions(_OPTIMIZER, part) for part in name.split("."))
+        if name != key and not any(mentions(OPTIMIZER, part) for part in name.split("."))
     }
     loose = {
         name: tensor
@@ -315,7 +319,7 @@ def _loose_tensors(
     state dict are searched, too."""
     for key, value in values.items():
         inner = f"{path}.{key}" if path else str(key)
-        if not isinstance(key, str) or _mentions(_OPTIMIZER, key) or key in _MOMENTS:
+        if not isinstance(key, str) or mentions(OPTIMIZER, key) or key in _MOMENTS:
             continue
         if isinstance(value, Tensor) and path not in states:
             yield inner, value
@@ -339,167 +343,6 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
             raise ConvertError(f"{where} holds {name} twice, with and without a prefix")
         unwrapped[name] = tensor
     return unwrapped
-
-
-def collect_settings(
-    contents: Mapping[Any, Any], *, of_model_alone: bool = False
-) -> dict[str, Any]:
-    """Collect the numbers, flags, strings and lists about layers in all nested sections (`_opened`)
-    except vocabularies and the optimizer's. In sections about the model or with its shape, and in
-    their parts, also all other lists. Values that cannot be read are collected as `Unread`. If
-    sections disagree, the section about the model takes precedence; the values of equal sections
-    become a list, which no reader of a single value understands. With `of_model_alone`, sections
-    with measurements and data of a training are skipped, except their parts about the model."""
-    stated: dict[str, list[Any]] = {}
-    strong: set[str] = set()
-
-    def add(name: str, value: Any, of_model: bool) -> None:
-        if of_model and name not in strong:
-            strong.add(name)
-            stated[name] = []
-        if of_model or name not in strong:
-            values_of = stated.setdefault(name, [])
-            values_of += [] if value in values_of else [value]
-
-    def collect(
-        values: Mapping[Any, Any],
-        depth: int,
-        of_model: bool = False,
-        of_training: bool = False,
-        shaped: bool = False,
-    ) -> None:
-        shaped = shaped or of_model or not _SHAPE.isdisjoint(map(str, values))
-        for key, held in values.items():
-            name = str(key)
-            own, lowered = name.lower() in MODEL_SECTIONS, name.lower()
-            sections, value = _opened(name, held)
-            training = of_training or (of_model_alone and _mentions(_TRAINING, name))
-            if sections and depth == DEEPEST:
-                sections, value = [], Unread(f"values below {DEEPEST} levels of sections")
-            for section in sections:
-                inner = training and not own and _SHAPE.isdisjoint(map(str, section))
-                collect(section, depth + 1, of_model or own, inner, shaped)
-            if isinstance(value, bool | int | float | str):
-                skipped = of_training
-            elif isinstance(value, Unread) or (
-                isinstance(value, list)
-                and (shaped or PER_LAYER.fullmatch(lowered) or _is_configuration(name, value))
-            ):
-                skipped = training
-            else:
-                continue
-            if not skipped or _OF_ATTENTION.match(lowered):
-                add(name, value, of_model)
-
-    collect(contents, 0)
-    return {name: found[0] if len(found) == 1 else found for name, found in stated.items()}
-
-
-def collect_values(contents: Mapping[Any, Any], depth: int = 0) -> dict[str, Any]:
-    """Collect the values of all nested sections (`_opened`) except state dicts, vocabularies and
-    the optimizer's. A section is a value, too, unless its name says that it is the configuration of
-    the model. If sections disagree, the section about the model takes precedence, or else the
-    outermost section."""
-    of_model, collected, inner = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-    for key, value in contents.items():
-        name = str(key)
-        if isinstance(value, Mapping) and (_is_state(value) or _is_of_others(name, value)):
-            continue
-        sections, rest = _opened(name, value)
-        if len(sections) == 1 and depth < DEEPEST:
-            found = collect_values(sections[0], depth + 1)
-            if name.lower() in MODEL_SECTIONS:
-                of_model = found | of_model
-            inner = found | inner
-        if sections and name.lower() in (*MODEL_SECTIONS, *CONFIG_NAMES):
-            continue
-        collected[name] = rest if isinstance(rest, Unread) else value
-    return {} if _is_state(contents) else inner | collected | of_model
-
-
-def _opened(name: str, value: Any) -> tuple[list[Mapping[Any, Any]], Any]:
-    """The sections in a value: the dictionaries in it, in its lists, and in a JSON text, and lists
-    of names and values. Vocabularies, tensors, entries of a log and states of the trainer are
-    omitted. The second result is the rest of the value; None if nothing remains."""
-    if isinstance(value, str | bytes):
-        value = _stated_by_text(name, value)
-    if isinstance(value, Mapping):
-        return [] if _is_table(value) or _is_of_others(name, value) else [value], None
-    if not isinstance(value, list | tuple):
-        return [], value
-    if pairs := _pairs(name, value):
-        return _opened(name, pairs)
-    sections, rest = list[Mapping[Any, Any]](), list[Any]()
-    for part in value:
-        if isinstance(part, Mapping | list | tuple):
-            inner, part = _opened(name, part)
-            sections += [section for section in inner if not _is_logged(section)]
-            rest += [] if part is None else [part]
-        elif not isinstance(part, Tensor):
-            rest.append(part)
-    return sections, rest if rest or not value else None
-
-
-def _stated_by_text(name: str, text: str | bytes) -> Any:
-    """The value of a JSON text of an object or a list; an `Unread` for another text of a
-    configuration; other texts unchanged."""
-    if text.lstrip()[:1] in ("{", "[", b"{", b"[") and (value := _value(text)):
-        return value
-    if isinstance(text, str) and _mentions(_CONFIGURATION, name) and _ASSIGNMENT.search(text):
-        return Unread(f"a text that is not JSON ({text!r:.60})")
-    return text
-
-
-def _pairs(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """A list of names and values as a dictionary; empty if it is another list. Pairs of texts may
-    belong to a vocabulary."""
-    if not all(isinstance(part, list | tuple) and len(part) == 2 for part in values):
-        return {}
-    if not all(isinstance(part[0], str) for part in values):
-        return {}
-    pairs = dict(values)
-    texts = all(isinstance(value, str) for value in pairs.values())
-    known = len(pairs) == len(values) and (not texts or _mentions(_CONFIGURATION, name))
-    return pairs if known else {}
-
-
-def _is_configuration(name: str, values: list[Any]) -> bool:
-    """True if the name of a list says that it is a configuration, or if it holds an `Unread`."""
-    return _mentions(_CONFIGURATION, name) or Unread.is_in(values)
-
-
-def _is_logged(values: Mapping[Any, Any]) -> bool:
-    """True for an entry of a log."""
-    return _SHAPE.isdisjoint(map(str, values)) and any(
-        _LOGGED.fullmatch(str(key).lower()) and is_number(value) for key, value in values.items()
-    )
-
-
-def _is_of_others(name: str, values: Mapping[Any, Any]) -> bool:
-    """True for a section about the optimizer, and under any name for the state of an optimizer, a
-    scheduler, a tokenizer or the like."""
-    return _mentions(_OPTIMIZER_SETTINGS, name) or not _OF_OTHERS.isdisjoint(map(str, values))
-
-
-def _is_state(values: Mapping[Any, Any]) -> bool:
-    return len(values) > 0 and all(isinstance(value, Tensor) for value in values.values())
-
-
-def _mentions(pattern: re.Pattern[str], name: str) -> bool:
-    """True if the name of a section or a word of it matches a pattern."""
-    lowered = snake_case(name)
-    return any(pattern.fullmatch(word) for word in (lowered, *re.split(r"[\W_]+", lowered)))
-
-
-def _is_table(values: Mapping[Any, Any]) -> bool:
-    """True for a vocabulary: consecutive numbers, numbered texts, or many values of one type."""
-    if len(values) > 200 and len(set(map(type, values.values()))) == 1:
-        return True
-    if all(str(key).isdigit() and isinstance(value, str) for key, value in values.items()):
-        return True
-    numbers = {value for value in values.values() if type(value) is int}
-    consecutive = len(numbers) == len(values) > 3 and max(numbers) - min(numbers) < len(numbers)
-    return consecutive and (min(numbers) == 0 or len(numbers) > 12)
 
 
 def _unread_beside(path: Path) -> dict[str, Any]:

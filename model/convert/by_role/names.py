@@ -186,7 +186,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "qk_norm_eps": ("qk_norm_eps",),
     "qk_norm": ("qk_norm", "use_qk_norm", "qk_layernorm"),
-    "step": ("iter_num", "step", "steps", "iter", "iteration", "global_step", "n_steps", "iters"),
+    "step": ("iter_num", "step", "iter", "iteration", "global_step"),
     "val_loss": ("best_val_loss", "val_loss", "best_loss", "validation_loss"),
 }  # fmt: skip
 """Keys that configurations use for each field, in lower case."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from logitd.model.convert.by_role import attention, feed_forward, norms, positions
 from logitd.model.convert.by_role import names as words
+from logitd.model.convert.by_role.build import query_rows
 from logitd.model.convert.by_role.computation import EmbeddingScale
 from logitd.model.convert.by_role.evidence import OF_SETTINGS, Evidence
 from logitd.model.convert.by_role.finding import CONVENTION, Finding, Findings, without_unused
@@ -27,12 +28,13 @@ from logitd.model.convert.by_role.stated import (
     ANY_EPS,
     Settings,
     as_number,
-    is_count,
+    counts_of,
     is_number,
     settings_of,
 )
 from logitd.model.convert.by_role.tensor_map import MappedTensors
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, Unread
+from logitd.model.convert.unknown_settings import is_of_training
 
 
 def _residual(file: Evidence) -> Finding:
@@ -109,7 +111,7 @@ def _agreed(field: str, finding: Finding, settings: Settings) -> Finding:
 def _check_stated(tensors: MappedTensors, settings: Settings) -> None:
     """Raise ConvertError if the tensors contradict the settings' number of layers, or their tied
     or separate head."""
-    stated = [(key, value) for key, value in settings_of("n_layer", settings) if is_count(value)]
+    stated = counts_of("n_layer", settings)
     if stated and all(layers != tensors.map.n_layer for _, layers in stated):
         raise ConvertError(
             f"{tensors.where}: {stated[0][0]} of its settings is {stated[0][1]}, but the tensors "
@@ -127,3 +129,34 @@ def _check_stated(tensors: MappedTensors, settings: Settings) -> None:
                 f"{tensors.where}: {name} of its settings is {str(tied).lower()}, but the file has "
                 f"{held}. Correct the setting, or add or remove the head's tensor"
             )
+
+
+def contradicted_sizes(tensors: MappedTensors, settings: Settings) -> dict[str, Unread]:
+    """The stated sizes that the shapes contradict, each with the size in the tensors. They are a
+    sign of a shard, or of the settings of another model. A stated width may be that of the heads,
+    and one called hidden that of the feed-forward; the width of a gate may be stated before it is
+    multiplied by 2/3. A vocabulary may be padded, and of several lengths one must fit the table of
+    positions."""
+    (rows, width), queries = tensors.shape("token_embedding"), query_rows(tensors)[0]
+    hidden = tensors.shape("mlp_down")[1] if tensors.map.has("mlp_down") else width
+
+    def fits(count: int) -> bool:
+        thirds = tensors.map.has_gate and 2 * count // 3 <= hidden <= count
+        return count in (hidden, 2 * hidden) or count * width == hidden or thirds
+
+    wrong = [
+        (key, count, width)
+        for key, count in counts_of("d_model", settings)
+        if count not in (width, queries) and not ("hidden" in key.lower() and fits(count))
+    ]
+    wrong += [(key, n, hidden) for key, n in counts_of("d_ff", settings) if not fits(n)]
+    wrong += [(key, n, rows) for key, n in counts_of("vocab_size", settings) if n > rows]
+    if tensors.map.has("positions"):
+        length, lengths = tensors.shape("positions")[0], counts_of("context_length", settings)
+        if all(count > length for _, count in lengths):
+            wrong += [(key, count, length) for key, count in lengths]
+    return {
+        key: Unread(f"{count}, but the tensors have {size}")
+        for key, count, size in wrong
+        if not is_of_training(key)
+    }

@@ -32,7 +32,7 @@ from logitd.model.convert.by_role.objective import (
 )
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, require_read
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN, check_rotary_width
-from logitd.model.convert.by_role.questions import find
+from logitd.model.convert.by_role.questions import contradicted_sizes, find
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
 from logitd.model.convert.by_role.resolve import answered, resolve
@@ -49,7 +49,6 @@ from logitd.model.convert.foreign import (
     ConvertError,
     ForeignModel,
     UnusableTensor,
-    count_or_zero,
     naming,
     plausible_loss,
 )
@@ -83,11 +82,13 @@ class RoleOptions:
 
 @dataclass(frozen=True)
 class Recognized:
-    """The tensors of a file by role, and the evidence about its computation."""
+    """The tensors of a file by role, and the evidence about its computation. `contradicted` are the
+    stated sizes that the tensors contradict."""
 
     file: StateFile
     tensors: MappedTensors
     findings: Mapping[str, Finding]
+    contradicted: Mapping[str, Any] = field(default_factory=dict)
     code: OwnerCode | None = None
     draft: Path | None = None
     special_ids: frozenset[int] = frozenset()
@@ -103,7 +104,7 @@ class Recognized:
 
     @property
     def unknown(self) -> Mapping[str, Any]:
-        return self.file.unknown
+        return {**self.file.unknown, **self.contradicted}
 
     @property
     def notes(self) -> Sequence[str]:
@@ -137,7 +138,8 @@ def recognize_file(
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     check_rotary_width(tensors, ignored, findings)
-    return Recognized(file, tensors, findings, options.code, options.draft)
+    contradicted = contradicted_sizes(tensors, file.settings)
+    return Recognized(file, tensors, findings, contradicted, options.code, options.draft)
 
 
 def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
@@ -183,9 +185,7 @@ def read_by_role(
     resolution = _resolve(recognized, text)
     _check_rotary_width(recognized, resolution)
     require_roles(tensors, resolution.computation)
-    dropout, step, val_loss = (
-        setting(file.settings, name)[0] for name in ("dropout", "step", "val_loss")
-    )
+    dropout, val_loss = (setting(file.settings, name)[0] for name in ("dropout", "val_loss"))
     if not is_number(dropout) or not 0 <= dropout < 1:
         dropout = 0.0
     with naming(file.where):
@@ -197,7 +197,7 @@ def read_by_role(
         config=built.config,
         weights=built.weights,
         dtype=torch.float32 if built.rescaled else check(file.where, file.tensors, tensors.map),
-        step=count_or_zero(step),
+        step=file.step,
         val_loss=plausible_loss(val_loss),
         facts={
             "file": file.path.name,

@@ -32,6 +32,17 @@ def settings_of(field: str, settings: Settings) -> list[tuple[str, Any]]:
     return [lowered[key] for key in keys if key in lowered and lowered[key][1] is not None]
 
 
+def counts_of(field: str, settings: Settings) -> list[tuple[str, int]]:
+    """The keys that usually store a field, and their values that are counts. A list of several
+    values has an entry for each."""
+    return [
+        (key, count)
+        for key, value in settings_of(field, settings)
+        for count in (value if isinstance(value, list) else [value])
+        if is_count(count)
+    ]
+
+
 def may_be_optimizers(key: str, settings: Settings) -> bool:
     """True if a setting of this name may be the eps of an optimizer whose other settings are next
     to it."""

@@ -66,7 +66,7 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
             return read_template(vocabulary, path.parent)
         return _built(table_of(document, str(path)), path, skip_normalizer)
     raw = source_bytes(path)
-    if suffix == ".model":
+    if suffix == ".model" and not _are_ranks(raw):  # Llama 3's tokenizer.model has ranks
         return _lecture_model(raw, path)
     if suffix == ".bin":
         return llama2c_tokenizer(raw, str(path))
@@ -242,12 +242,12 @@ def _merges(path: Path) -> Any:
 
 
 def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
-    if not raw.startswith(b"minbpe v1\n"):
+    if re.match(rb"minbpe v1\r?\n", raw) is None:
         raise ConvertError(
             f"{path} is in the format of SentencePiece or another library, which is not supported"
         )
     try:
-        lines = raw.decode("utf-8").split("\n")
+        lines = raw.decode("utf-8").replace("\r\n", "\n").split("\n")
         count = int(lines[2])
         special = [line.rsplit(" ", 1) for line in lines[3 : 3 + count]]
         names = {int(number): name for name, number in special}

@@ -19,6 +19,7 @@ from torch import Tensor
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.convert.by_role.map_file import read_map_file
 from logitd.model.convert.by_role.read import RoleOptions
+from logitd.model.convert.containers import read_npz
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from logitd.model.convert.state_file import find_state_file
@@ -243,3 +244,10 @@ def test_weightless_norms_become_ones(final_norm: bool, tmp_path: Path) -> None:
     answers = {**BOOK, "norm": "layernorm", "final_norm": final_norm}
     logits = imported(tmp_path / "gpt.pt", tmp_path, RoleOptions(answers=answers))
     assert torch.allclose(logits, given_logits(scheme, model, some_ids()), atol=1e-4)
+
+
+def test_arrays_of_bfloat16_are_named(tmp_path: Path) -> None:
+    """NumPy stores them as bytes without a type; the file was called damaged."""
+    np.savez(tmp_path / "w.npz", a=np.zeros((2, 3), np.int16).view("V2"))
+    with pytest.raises(ConvertError, match=r"w\.npz has arrays of \|V2.*astype\('float32'\)"):
+        read_npz(tmp_path / "w.npz")

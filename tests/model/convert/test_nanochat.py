@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from tests.model.convert.textbook_nanochat import VERSIONS, save, save_vocabulary, small
@@ -115,3 +116,11 @@ def test_foreign_tensor_is_not_nanochat(tmp_path: Path) -> None:
     )
     with pytest.raises(ConvertError, match=r"attn\.ln"):
         import_model(folder, tmp_path / "ours", tokenizer="none")
+
+
+def test_file_with_the_same_names_but_without_meta_is_recognized_by_role(tmp_path: Path) -> None:
+    """modded-nanogpt's names were taken for nanochat's, and a missing file was asked for."""
+    model = small("October 2025")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(OpenQuestions, match="--n-head"):
+        import_model(tmp_path / "model.pt", tmp_path / "ours", tokenizer="none")

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
+from logitd.model.convert.collected_settings import collect_settings
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.state_file import collect_settings, find_state_file, read_state_file
+from logitd.model.convert.state_file import find_state_file, read_state_file
 
 STATE: dict[str, Tensor] = {
     "emb.weight": torch.arange(12.0).view(4, 3),
@@ -467,3 +468,61 @@ def test_folder_without_weights_is_described(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     with pytest.raises(ConvertError, match=r"it holds train\.py"):
         find_state_file(tmp_path)
+
+
+def save_shards(folder: Path, **metadata: str) -> Path:
+    """Save STATE in two shards; returns the index."""
+    folder.mkdir()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    homes = {name: files[name > "h.0.a.weight"] for name in STATE}
+    for file in files:
+        part = {name: tensor for name, tensor in STATE.items() if homes[name] == file}
+        save_file(part, folder / file, metadata or None)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": homes}))
+    return index
+
+
+def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
+    index = save_shards(tmp_path / "model", rope_theta="5e5")
+    assert find_state_file(index.parent) == find_state_file(tmp_path) == index
+    file = read_state_file(index)
+    assert_is_state(dict(sorted(file.tensors.items())), dict(sorted(STATE.items())))
+    assert file.settings == {"rope_theta": 5e5}
+
+
+def test_shard_alone_is_refused(tmp_path: Path) -> None:
+    index = save_shards(tmp_path / "model")
+    shard = index.with_name("model-00001-of-00002.safetensors")
+    with pytest.raises(ConvertError, match=r"00002\.safetensors has only a part.*Import the index"):
+        read_state_file(shard)
+    index.unlink()
+    for found in (lambda: find_state_file(index.parent), lambda: read_state_file(shard)):
+        with pytest.raises(ConvertError, match=r"has only a part .* no index"):
+            found()
+
+
+@pytest.mark.parametrize("name", ["consolidated.0{}.pth", "mp_rank_0{}_model_states.pt"])
+def test_numbered_shards_are_refused_but_not_a_single_file(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / name.format(0), STATE)
+    assert_is_state(read_state_file(path).tensors)
+    saved(tmp_path / name.format(1), STATE)
+    for found in (lambda: find_state_file(tmp_path), lambda: read_state_file(path)):
+        with pytest.raises(ConvertError, match=r"has only a part .* no index"):
+            found()
+
+
+@pytest.mark.parametrize(
+    ("contents", "step"),
+    [
+        ({"model": STATE, "epoch": 2, "args": {"steps": 10_000, "iters": 500}}, 0),
+        ({"model": STATE, "iteration": 700, "args": {"step": 5, "steps": 10_000}}, 700),
+        ({"step": 9, "state": {"model": STATE, "global_step": 8}}, 8),
+        ({"iter_num": 7, "state": {"model": STATE}}, 7),
+        (STATE, 0),
+    ],
+)
+def test_step_is_that_of_the_weights_not_a_plan(
+    contents: dict[str, Any], step: int, tmp_path: Path
+) -> None:
+    assert read_state_file(saved(tmp_path / "m.pt", contents)).step == step

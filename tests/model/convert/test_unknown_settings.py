@@ -9,9 +9,9 @@ import pytest
 
 from logitd.model.convert.by_role.read import RoleOptions
 from logitd.model.convert.by_role.resolution import OpenQuestions
+from logitd.model.convert.collected_settings import collect_settings
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
-from logitd.model.convert.state_file import collect_settings
 from logitd.model.convert.unknown_settings import unknown_settings
 from tests.model.convert.test_nanogpt import STOI, TEXT, save, small
 from tests.model.convert.theirs import save_theirs

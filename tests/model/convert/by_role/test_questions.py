@@ -1,6 +1,7 @@
 """Questions: a setting that is not understood, or that contradicts the tensors, is not assumed."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -322,3 +323,20 @@ def test_table_with_more_rows_than_the_stated_context_is_a_question(more: int, a
     """OPT's positions begin at the third row; they were read from the first."""
     rows = mapped(SCHEMES["nanoGPT"].model()).shape("positions")[0]
     assert finding("nanoGPT", "positions", block_size=rows - more).ambiguous is asked
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "asked"),
+    [
+        ("llama", {"n_embd": 64, "vocab_size": 40, "d_ff": 77}, {"n_embd", "vocab_size", "d_ff"}),
+        ("llama", {"dim": 32, "hidden_dim": 48, "vocab_size": 27, "n_ctx": 999}, set()),
+        ("llama", {"ffn_dim": 72, "num_tokens": 10**9}, set()),  # 48 is 2/3; tokens of training
+        ("nanoGPT", {"n_embd": [32, 64], "block_size": 32}, {"n_embd", "block_size"}),
+        ("nanoGPT", {"d_ff": 4, "block_size": 16, "max_length": 100}, set()),
+    ],
+)
+def test_stated_size_that_shapes_contradict_is_a_question(
+    name: str, stated: dict[str, Any], asked: set[str]
+) -> None:
+    file = replace(state_file(SCHEMES[name].model()), settings=stated)
+    assert recognize_file(file, RoleOptions()).unknown.keys() == asked

@@ -116,8 +116,10 @@ def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: 
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
     import_model(gpt2_folder, tmp_path / "one")
-    import_model(folder, tmp_path / "two")
+    import_model(index, tmp_path / "two")
     assert loaded(tmp_path / "one")[0].weights_sha256 == loaded(tmp_path / "two")[0].weights_sha256
+    with pytest.raises(ConvertError, match=r"00002\.safetensors has only a part.*Import the index"):
+        import_model(folder / file, tmp_path / "three")
     index.write_text(json.dumps({"weight_map": homes | {"h.0.more": file}}), encoding="utf-8")
     with pytest.raises(ConvertError, match=r"names 1 tensors .* the first is h\.0\.more"):
         import_model(folder, tmp_path / "three")

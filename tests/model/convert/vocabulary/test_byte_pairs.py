@@ -22,9 +22,11 @@ from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.vocabulary.byte_pairs import CUTS, GPT4_PATTERN
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.convert.vocabulary.files import vocabulary_in
 from logitd.model.convert.vocabulary.named import named_vocabulary
 from logitd.model.text.published import KNOWN_FILES, WITH_MORE
 from tests.model.convert.theirs import their_tokenizer
+from tests.model.factories import merging_tokenizer
 
 BUNDLED = Path(__file__).parents[4] / "checkpoints" / "python-small"
 Merges = dict[tuple[int, int], int]
@@ -298,3 +300,21 @@ def test_merges_that_end_in_whole_words() -> None:
     parts = {"vocab": vocab | {"ca": 4}, "merges": merges}
     with pytest.raises(ConvertError, match=r"the token 'ca' is part of a word.* --tokenizer n"):
         of(parts, rows=5)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_model_file_is_read_with_any_line_ends(end: str, tmp_path: Path) -> None:
+    lines = ["minbpe v1", GPT4_PATTERN, "1", "<|endoftext|> 296", *(f"{a} {b}" for a, b in CUT)]
+    (tmp_path / "my.model").write_bytes((end.join(lines) + end).encode())
+    found = vocabulary_in(tmp_path / "my.model", skip_normalizer=False)
+    assert found is not None
+    assert found.tokenizer.encode(TEXT) == encoded(TEXT, CUT, GPT4_PATTERN)
+
+
+def test_ranks_with_the_suffix_of_a_model_are_read(tmp_path: Path) -> None:
+    """Llama 3's tokenizer.model is such a file; it was taken for SentencePiece's."""
+    tokenizer = merging_tokenizer()
+    tokenizer.write_ranks(tmp_path / "tokenizer.model")
+    found = vocabulary_in(tmp_path / "tokenizer.model", skip_normalizer=False)
+    assert found is not None
+    assert found.tokenizer.ranks == tokenizer.ranks

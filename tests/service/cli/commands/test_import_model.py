@@ -150,6 +150,17 @@ def test_fingerprint_covers_the_middle_of_weights(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "a.pt") != before
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_fingerprint_of_a_json_file_covers_the_weights_in_its_folder(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    before = fingerprint(tmp_path / name)
+    (tmp_path / "model.safetensors").write_bytes(b"2")
+    assert fingerprint(tmp_path / name) != before
+
+
 @pytest.mark.parametrize("raw", [b"\xcd\x00", b"[" * 100_000, b""])
 def test_serving_a_folder_with_a_damaged_configuration_is_refused(
     raw: bytes, tmp_path: Path
