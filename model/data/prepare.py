@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def prepare_text(
         "train_tokens": train.count,
         "val_tokens": val.count,
         "built_in": text.built_in,
-        **({"python_split": _python_split(text, split)} if text.python else {}),
+        **({"python_split": _python_split(text, split, val_fraction)} if text.python else {}),
         "python": sys.version.split()[0],
         "special_tokens": "ids" if special_ids else "text",
         **({"special_names": dict(found.names)} if found.names else {}),
@@ -146,10 +146,10 @@ def prepare_text(
     return PreparedText(tokenizer, train, val, record)
 
 
-def _python_split(text: Text, split: Split) -> dict[str, Any]:
+def _python_split(text: Text, split: Split, val_fraction: float) -> dict[str, Any]:
     """What finds the held-out part of Python's own text again, without the rest of the text."""
     lots = {lot_of([each.name.encode()]) for each in text.documents if each.drawn_by_name}
-    return replace(split, divided=split.divided & lots).description()
+    return split.description(val_fraction, lots)
 
 
 def text_sha256(text: Text, tokenizer: Tokenizer) -> str:

@@ -246,7 +246,7 @@ def test_held_out_share_far_from_val_fraction_is_reported(
     for number in range(files):
         (tmp_path / f"{number}.txt").write_text(f"{number} " + "the cat saw a dog. " * 40 + "\n")
     said = notices(configure(data=(str(tmp_path / "*.txt"),), steps=1))
-    pattern = r"6\.[67]% of the text is held out.*val_fraction is 10\.0%"
+    pattern = r"6\.[67]\d*% of the text is held out.*val_fraction is 10%"
     assert bool(re.search(pattern, said)) is reported
     assert ("held out" in said) is reported
 
