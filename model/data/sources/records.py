@@ -15,7 +15,6 @@ from typing import Any, TextIO
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.document import Document, text_document
 from logitd.model.extras import installation
-from logitd.model.plural import pluralize
 
 CSV_QUOTED = re.compile(r'"(?:[^"]|"")*+"')
 """A field as CSV quotes it."""
@@ -93,8 +92,12 @@ def _rows(
     file: TextIO, name: str, field: str | None, delimiter: str, *, quotes: bool = True
 ) -> Iterator[Document]:
     csv.field_size_limit(LONGEST_LINE)  # process-wide; the default refuses long texts
-    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    rows = csv.reader(file, delimiter=delimiter, quoting=quoting, strict=True)
+    rows = csv.reader(
+        file,
+        delimiter=delimiter,
+        quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+        strict=True,
+    )
     way_out = "" if quotes else "; if its fields are quoted as in CSV, rename the file to .csv"
     try:
         if (header := next(rows, None)) is None:
@@ -105,8 +108,8 @@ def _rows(
         for row in rows:
             where = f"{name}, line {rows.line_num}"
             if row and len(row) != len(header):
-                columns = pluralize(len(row), "column")
-                raise DataError(f"{where} has {columns}; the header has {len(header)}{way_out}")
+                counts = f"has {len(row)} columns; the header has {len(header)}"
+                raise DataError(f"{where} {counts}{way_out}")
             if not row:
                 continue
             text = row[column]
