@@ -211,7 +211,8 @@ def test_chat_template_of_a_resumed_run_does_not_change_its_text(
     template.write_text("{{ eos_token }}")
     config = configure(data=(str(path),), steps=1, special_tokens=special_tokens)
     train(config)
-    told = notices(TrainingConfig(out=config.out, resume=True, chat_template=template))
+    again = TrainingConfig(out=config.out, resume=True, chat_template=template, steps=2)
+    told = notices(again)
     assert ("start a new run with --chat-template" in told) is (special_tokens == "auto")
 
 
