@@ -154,7 +154,8 @@ class LLM:
     log                 called with a line of text when native kernels are built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
-    computed.
+    computed. A fork lacks the threads of its parent: unless these were set to 1, methods raise
+    DeviceError there, and a new LLM raises LoadError.
     """
 
     def __init__(
