@@ -89,9 +89,10 @@ def open_text(
         documents = Documents(partial(split_documents, documents, split_at))
     if next(iter(documents), None) is None:
         raise DataError(f"{name}: all of the {len(paths)} files are empty")
+    licences = [*(text.licence for text in built_in), *([licence] if paths else [])]
     return Text(
         name=name,
-        licence="; ".join([*(text.licence for text in built_in), *([licence] if paths else [])]),
+        licence="; ".join(dict.fromkeys(licences)),
         documents=documents,
         python=bool(built_in) and not split_at,
         downloads=[file.record() for file in downloads],

@@ -1,14 +1,12 @@
 """Learning a vocabulary."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.data.vocabulary import SMALLEST, check, learn, tokenizer_sha256
-from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from tests.model.conftest import story
 
 LEARNED = learn([story(800)], 340)
@@ -88,12 +86,6 @@ def test_combining_marks_stay_with_their_letters(words: str) -> None:
     assert learned.decode(learned.encode(text)) == text
     # Each word is frequent, so each becomes one token.
     assert len(learned.encode(f" {words}")) == len(words.split())
-
-
-def test_bundled_checkpoint_keeps_its_pattern() -> None:
-    bundled = read_checkpoint(Path(__file__).parents[3] / "checkpoints" / "python-small")
-    assert bundled.tokenizer.pattern != SPLIT_PATTERN
-    assert bundled.tokenizer.pattern == SPLIT_PATTERN.replace(r"[\p{L}\p{M}]*+", "++")
 
 
 def test_pattern_that_drops_text_is_refused() -> None:
