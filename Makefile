@@ -34,7 +34,7 @@ setup: $(VENV)/.runtime  ## create .venv and install what serving and training n
 serve: setup  ## serve the bundled checkpoint on 127.0.0.1:8000
 	@exec $(BIN)/logitd serve $(ARGS)
 
-train: setup  ## train on Python's own reference text, into runs/
+train: setup  ## train on Python's own reference text and sources, into runs/
 	@exec $(BIN)/logitd train $(ARGS)
 
 test: $(VENV)/.dev  ## run the test suite

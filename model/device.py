@@ -52,7 +52,9 @@ def choose_placement(
 ) -> Placement:
     """Resolve the device "auto" (CUDA if available) and 0 threads (one thread for each processor
     that this process may use). Raises DeviceError if there are more threads than processors,
-    because the threads would then wait for each other at every operation."""
+    because the threads would then wait for each other at every operation, or if the process has
+    lost its threads in a fork."""
+    refuse_lost_threads()
     processors = available_processors()
     if not 0 <= threads <= processors:
         raise DeviceError(
@@ -88,6 +90,36 @@ def choose_device(name: str) -> torch.device:
 def use_threads(threads: int) -> None:
     """Set the size of torch's compute pool for this process."""
     torch.set_num_threads(threads)
+    _POOL.largest = max(_POOL.largest, threads)
+
+
+def refuse_lost_threads() -> None:
+    """Raise DeviceError in a fork of a process that computed with several threads. The fork lacks
+    these threads, so torch would wait for them forever."""
+    if _POOL.lost:
+        raise DeviceError(
+            f"this process was forked from one that computes with {_POOL.largest} threads, which a "
+            "fork does not copy, so a computation would never end: set threads to 1 before the "
+            "fork, or start the process with multiprocessing's method 'spawn' or 'forkserver'"
+        )
+
+
+@dataclass
+class _Pool:
+    """The largest number of threads set in this process, and whether a fork has lost them."""
+
+    largest: int = 1
+    lost: bool = False
+
+
+_POOL = _Pool()
+
+
+def _after_fork() -> None:
+    _POOL.lost = _POOL.largest > 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def keep_freed_memory() -> None:

@@ -154,7 +154,8 @@ class LLM:
     log                 called with a line of text when native kernels are built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
-    computed.
+    computed. A fork lacks the threads of its parent: unless these were set to 1, methods raise
+    DeviceError there, and a new LLM raises LoadError.
     """
 
     def __init__(
@@ -325,7 +326,7 @@ class LLM:
         minus: Token | Sequence[Token] | None = None,
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """Apply the intervention `vary` in one place after another. For each place, the result has
+        """Apply the intervention `vary` in each place in turn. For each place, the result has
         the logit of `token` after the prompt, minus the logit of `minus` if given; `metric` chooses
         another metric. The result has one axis for each entry of `over` ("layers", "heads",
         "positions"). For several prompts, with one token for all of them or one for each, the

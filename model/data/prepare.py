@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError, 
 
 RANKS = "tokenizer.tiktoken"
 """File name of the vocabulary."""
+CONFIG = "config.json"
+"""File of a checkpoint whose section `tokenizer` describes the vocabulary."""
 CHECKED_PIECES = 64
 """Number of pieces that are decoded to check that a tokenizer loses no text."""
 
@@ -132,7 +134,7 @@ def prepare_text(
         "train_tokens": train.count,
         "val_tokens": val.count,
         "built_in": text.built_in,
-        **({"python_split": _python_split(text, split)} if text.python else {}),
+        **({"python_split": _python_split(text, split, val_fraction)} if text.python else {}),
         "python": sys.version.split()[0],
         "special_tokens": "ids" if special_ids else "text",
         **({"special_names": dict(found.names)} if found.names else {}),
@@ -146,10 +148,10 @@ def prepare_text(
     return PreparedText(tokenizer, train, val, record)
 
 
-def _python_split(text: Text, split: Split) -> dict[str, Any]:
+def _python_split(text: Text, split: Split, val_fraction: float) -> dict[str, Any]:
     """What finds the held-out part of Python's own text again, without the rest of the text."""
     lots = {lot_of([each.name.encode()]) for each in text.documents if each.drawn_by_name}
-    return replace(split, divided=split.divided & lots).description()
+    return split.description(val_fraction, lots)
 
 
 def text_sha256(text: Text, tokenizer: Tokenizer) -> str:
@@ -190,9 +192,12 @@ def _tokenizer(
 
 def published_vocabulary(name: str) -> Tokenizer:
     """Read a published encoding, given by name, or a ranks file or a Hugging Face `tokenizer.json`,
-    given by path. Raises DataError."""
+    given by path. The ranks file of a run or a checkpoint is read with the description next to it.
+    Raises DataError."""
     try:
-        if Path(name).suffix == ".json" and Path(name).is_file():
+        if (described := _described_vocabulary(Path(name))) is not None:
+            tokenizer = described
+        elif Path(name).suffix == ".json" and Path(name).is_file():
             # Gaps between ids may be closed, because no weights depend on the ids yet.
             tokenizer = read_tokenizer(Path(name), skip_normalizer=False).tokenizer
         else:
@@ -205,6 +210,27 @@ def published_vocabulary(name: str) -> Tokenizer:
         ) from error
     require_end_of_text(tokenizer, f"the tokenizer {name}")
     return tokenizer
+
+
+def _described_vocabulary(path: Path) -> Tokenizer | None:
+    """The tokenizer of the ranks file of a run or a checkpoint; None for other files. Raises
+    DataError."""
+    if path.name != RANKS or not path.is_file():
+        return None
+    for name in (DESCRIPTION, CONFIG):
+        if not (beside := path.with_name(name)).is_file():
+            continue
+        try:
+            document = parse_json(read_regular(beside, CONFIG_BYTES))
+            description = document["tokenizer"] if name == CONFIG else document
+            ranks = parse_ranks(read_regular(path, VOCABULARY_BYTES), RANKS)
+            return Tokenizer.described(description, ranks)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{beside} does not describe the tokenizer of {path} ({error}): to use the ranks "
+                "alone, copy them to another name"
+            ) from error
+    return None
 
 
 def _tokenize(

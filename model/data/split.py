@@ -1,8 +1,9 @@
 """Split: the part of each document that is trained on, and the part that is held out.
 
-The held-out share is measured in bytes. A document larger than the whole held-out share is divided
-(see SHORTEST_END for an exception), and its end is held out. Every other document is either trained
-on or held out as a whole, depending on its lot: a number derived from the sha256 of its content.
+The held-out share is measured in bytes. A document larger than the whole held-out share is divided,
+and its end is held out. (If the ends would be short, few documents are divided: see SHORTEST_END.)
+Every other document is either trained on or held out as a whole, depending on its lot: a number
+derived from the sha256 of its content.
 The documents with the lowest lots are held out. So two equal documents are on the same side
 (training or validation), and when documents are added, few others change sides. (For Python's own
 text the lot is computed from the file's name, because contents change between Python versions. That
@@ -12,50 +13,59 @@ different sides.)
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from logitd.model.data.sources.document import Document
 from logitd.model.data.special_names import SpecialNames
 
 Side = Literal["train", "val"]
+Numbers = npt.NDArray[Any]  # one for each distinct document
 NO_NAMES = SpecialNames()
 SHORTEST_END = 1000
-"""Minimum number of bytes (or ids) in the held-out end of a divided document. If the end would be
-shorter, the document is divided only if it and its copies are together at least twice as large as
-the held-out share."""
+"""Number of bytes (or ids) that the held-out end of a divided document should have. If the end
+would be shorter, the document is not divided, unless it and its copies are together at least twice
+as large as the held-out share. Of such documents, those with the lowest lots are divided: as many
+as can have ends of this length on average, at least one. The others are trained on."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The division of a text. Documents whose lot is in `divided` are trained on except for their
-    end. All other documents are held out if their lot is less than `below`."""
+    """The division of a text. `ends` has the share of a document that is held out, by its lot; it
+    may be 0. All other documents are held out if their lot is less than `below`."""
 
-    val_fraction: float
-    divided: frozenset[int]
+    ends: Mapping[int, float]
     below: int
 
     def trained(self, lot: int, size: int) -> int:
         """The length of a document's training part, in the same unit as `size`."""
-        if lot in self.divided:
-            return int(size * (1 - self.val_fraction))
+        if lot in self.ends:
+            return int(size * (1 - self.ends[lot]))
         return 0 if lot < self.below else size
 
-    def description(self) -> dict[str, Any]:
-        """The lots as JSON: each as the 16 hexadecimal digits that its sha256 begins with."""
+    def description(self, val_fraction: float, lots: Set[int]) -> dict[str, Any]:
+        """What concerns the documents with these lots, as JSON. A lot is written as the 16
+        hexadecimal digits that its sha256 begins with; `ends` has shares other than
+        `val_fraction`."""
+        ends = {f"{lot:016x}": self.ends[lot] for lot in sorted(self.ends.keys() & lots)}
+        others = {digits: share for digits, share in ends.items() if share != val_fraction}
         return {
             "below": f"{self.below:016x}",
-            "divided": [f"{lot:016x}" for lot in sorted(self.divided)],
+            "divided": [digits for digits in ends if digits not in others],
+            **({"ends": others} if others else {}),
         }
 
     @classmethod
     def described(cls, val_fraction: float, description: Mapping[str, Any]) -> Self:
         """Read what `description` returned. Raises KeyError, TypeError or ValueError."""
-        divided = frozenset(int(digits, 16) for digits in description["divided"])
-        return cls(val_fraction, divided, int(description["below"], 16))
+        shares = dict.fromkeys(description["divided"], val_fraction)
+        shares |= dict(description.get("ends", {}))
+        ends = {int(digits, 16): float(share) for digits, share in shares.items()}
+        return cls(ends, int(description["below"], 16))
 
 
 def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Split:
@@ -66,18 +76,35 @@ def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Spl
         for column, value in zip(columns, document, strict=True):
             column.append(value)
     every, sizes = (np.array(column, dtype=np.uint64) for column in columns)
-    lots, first, place = np.unique(every, return_index=True, return_inverse=True)  # ascending
+    lots, first, place, copies = np.unique(  # in ascending order
+        every, return_index=True, return_inverse=True, return_counts=True
+    )
     together = np.bincount(place, weights=sizes, minlength=len(lots))  # sizes of copies add up
     wanted = val_fraction * together.sum()
-    # A document whose end would be too short is not divided, unless the document and its copies are
-    # together at least twice as large as the share.
     long = sizes[first] * val_fraction >= SHORTEST_END
-    divided = (long & (sizes[first] > wanted)) | (together >= 2 * wanted)
-    whole, rest = lots[~divided], together[~divided]
+    large = (together >= 2 * wanted) & (together > 0)
+    divided = long & (large | (sizes[first] > wanted))
+    ends = dict.fromkeys(lots[divided].tolist(), val_fraction)
+    if (short := large & ~long).any():
+        ends |= _longer_ends(lots[short], copies[short], together[short], val_fraction)
+    in_parts = divided | short
+    whole, rest = lots[~in_parts], together[~in_parts]
     held_out = np.concatenate([[0.0], np.cumsum(rest)])
     count = int(np.abs(held_out - val_fraction * rest.sum()).argmin())
     below = int(whole[count]) if count < len(whole) else 0
-    return Split(val_fraction, frozenset(lots[divided].tolist()), below)
+    return Split(ends, below)
+
+
+def _longer_ends(
+    lots: Numbers, copies: Numbers, together: Numbers, share: float
+) -> dict[int, float]:
+    """The share held out of each document, by lot, if only the first documents are divided. All
+    documents together have the held-out share `share`. `together` is the size of all copies."""
+    wanted = share * together.sum()
+    count = int(np.searchsorted(np.cumsum(copies), wanted / SHORTEST_END, side="right"))
+    count = max(1, count)
+    longer = float(wanted / together[:count].sum())
+    return {lot: longer if index < count else 0.0 for index, lot in enumerate(lots.tolist())}
 
 
 def split_text(documents: Iterable[Document], val_fraction: float) -> Split:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from logitd.model.device import refuse_lost_threads
 from logitd.model.hooked.cache import ActivationCache, Where, take
 from logitd.model.hooked.config import HookedConfig, PaddingSide
 from logitd.model.hooked.folding import fold_weights
@@ -114,6 +115,7 @@ class HookedGPT(HookedModel):
         )
 
     def _run(self, batch: Batch, stop: int | None = None) -> Tensor:
+        refuse_lost_threads()
         points, real = self.hook_dict, batch.hidden_padding
         return run(self._gpt, self._unembed, batch.ids, points, real=real, stop=stop)
 

@@ -2,7 +2,7 @@
 compares the cells by a metric of a row of logits.
 
 Ablating each head in turn, or patching each layer at each position, means applying the same
-intervention in one place after another. The caller turns each cell into a request.
+intervention in each place in turn. The caller turns each cell into a request.
 """
 
 import itertools

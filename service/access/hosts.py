@@ -52,8 +52,8 @@ class HostCheck:
                 )
                 return ApiError(403, "permission_error", message, None, "host_not_allowed")
         if scope["http_version"] == "1.1" and len(hosts) != 1:
-            message = f"the request has {len(hosts)} Host headers; HTTP/1.1 requires exactly one"
-            return bad_request(message)
+            found = f"{len(hosts)} Host headers" if hosts else "no Host header"
+            return bad_request(f"the request has {found}; HTTP/1.1 requires exactly one")
         return None
 
     def _accepts(self, header: str) -> bool:

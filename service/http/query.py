@@ -28,9 +28,11 @@ async def _refuse_unknown(request: Request) -> None:
         return
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:
+            *others, last = known
+            names = f"{', '.join(others)} and {last}" if others else last
             raise bad_request(
                 f"unknown query parameter {clip(name)!r}; {request.method} {route.path} accepts "
-                f"{' and '.join(known)}",
+                f"{names}",
                 clip(name),
             )
         if count > 1:

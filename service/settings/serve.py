@@ -242,8 +242,8 @@ class ServeSettings(ComputeSettings):
     max_queue_tokens: int = Field(
         2**18,
         ge=1,
-        description="maximum number of prompt tokens waiting for a slot; above it, requests "
-        "get 429",
+        description="maximum cost in tokens of the sequences waiting for a slot; above it, "
+        "requests get 429",
     )
     max_queue_elements: int = Field(
         2**32,

@@ -3,6 +3,8 @@
 
 import codecs
 import inspect
+import os
+import signal
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from logitd.model import device
 from logitd.model import llm as llm_module
 from logitd.model.checkpoint.load import load_checkpoint
+from logitd.model.device import DeviceError
 from logitd.model.inference import reference
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.inference.sweep import Axis
@@ -203,6 +207,34 @@ def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
     stream.close()
     assert not llm._engine.has_work()
     assert llm._operations._mailboxes == {}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_fork_is_refused_if_it_lacks_threads(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Torch waits forever in the fork of a process that has computed with several threads."""
+    monkeypatch.setattr(device, "_POOL", device._Pool())
+    before = torch.get_num_threads()
+    with LLM(checkpoint_path, threads=1) as llm:
+        llm.hooked  # noqa: B018  a model in use before the fork
+        device.use_threads(threads)
+        if not (child := os.fork()):
+            signal.alarm(20)
+            refused = []
+            for ask in (
+                lambda: llm.score("def"),
+                lambda: llm.hooked("def"),
+                lambda: LLM(checkpoint_path, threads=1).close(),
+            ):
+                try:
+                    ask()
+                except (DeviceError, LoadError) as error:
+                    refused.append("2 threads, which a fork does not copy" in str(error))
+            os._exit(10 + len(refused) if all(refused) else 1)
+        _, status = os.waitpid(child, 0)
+    device.use_threads(before)
+    assert os.waitstatus_to_exitcode(status) == (10 if threads == 1 else 13)
 
 
 def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:

@@ -29,19 +29,25 @@ from logitd.model.data.sources.records import (
     json_lines,
     json_value,
     parquet_documents,
+    tsv_documents,
 )
 
 GZIP = b"\x1f\x8b"
 """First bytes of a gzip file. No UTF-8 text begins with them."""
-Kind = Literal["text", "json lines", "json", "csv", "parquet"]
+Kind = Literal["text", "json lines", "json", "csv", "tsv", "parquet"]
 BY_NAME: dict[str, Kind] = {
     ".parquet": "parquet",
     ".csv": "csv",
-    ".tsv": "csv",
+    ".tsv": "tsv",
     ".jsonl": "json lines",
     ".ndjson": "json lines",
 }
-RECORDS = {"json lines": json_lines, "json": json_value, "csv": csv_documents}
+RECORDS = {
+    "json lines": json_lines,
+    "json": json_value,
+    "csv": csv_documents,
+    "tsv": tsv_documents,
+}
 ONLY_TEXT = (
     "convert it to UTF-8 (a text from Windows: iconv -f WINDOWS-1252 -t UTF-8, or -f UTF-16), or "
     "name only text files, for example 'FOLDER/**/*.txt'"

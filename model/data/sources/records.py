@@ -7,6 +7,7 @@ and error messages do not mention the flag. Parquet needs pyarrow, an optional d
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +16,8 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.sources.document import Document, text_document
 from logitd.model.extras import installation
 
+CSV_QUOTED = re.compile(r'"(?:[^"]|"")*+"')
+"""A field as CSV quotes it."""
 LONGEST_LINE = 2**28
 """Maximum number of characters read at once: a line, a field of a table, or a file that is a single
 JSON value."""
@@ -76,18 +79,43 @@ def csv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Docume
     comma, semicolon and tab occurs most often in the header."""
     delimiter = max(",;\t", key=file.readline().count)
     file.seek(0)
+    yield from _rows(file, name, field, delimiter)
+
+
+def tsv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
+    """The text in the column `field` of each row of an open file. A quotation mark is an ordinary
+    character, as in IANA's text/tab-separated-values. Raises DataError for CSV's quotes."""
+    yield from _rows(file, name, field, "\t", quotes=False)
+
+
+def _rows(
+    file: TextIO, name: str, field: str | None, delimiter: str, *, quotes: bool = True
+) -> Iterator[Document]:
     csv.field_size_limit(LONGEST_LINE)  # process-wide; the default refuses long texts
-    rows = csv.reader(file, delimiter=delimiter, strict=True)
+    rows = csv.reader(
+        file,
+        delimiter=delimiter,
+        quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
+        strict=True,
+    )
+    way_out = "" if quotes else "; if its fields are quoted as in CSV, rename the file to .csv"
     try:
         if (header := next(rows, None)) is None:
             return
+        if not quotes and any(map(CSV_QUOTED.fullmatch, header)):
+            raise DataError(f"{name}, line 1 has quoted names ({header[0]}){way_out}")
         column = header.index(_known(name, "column", field, header))
         for row in rows:
             where = f"{name}, line {rows.line_num}"
             if row and len(row) != len(header):
-                raise DataError(f"{where} has {len(row)} columns; the header has {len(header)}")
-            if row:
-                yield from _document(where, row[column])
+                counts = f"has {len(row)} columns; the header has {len(header)}"
+                raise DataError(f"{where} {counts}{way_out}")
+            if not row:
+                continue
+            text = row[column]
+            if not quotes and '""' in text[1:-1] and CSV_QUOTED.fullmatch(text):
+                raise DataError(f"{where} has a text with doubled quotes{way_out}")
+            yield from _document(where, text)
     except csv.Error as error:
         raise DataError(f"{name}, line {rows.line_num} is not CSV: {error}") from error
 

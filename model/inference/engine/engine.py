@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from logitd.model.device import refuse_lost_threads
 from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
@@ -197,7 +198,8 @@ class Engine:
     def step(self, on_compute: Callable[[], None] | None = None) -> StepResult:
         """Admit, prefill, decode, sample; then compute a piece of an attribution. `on_compute` is
         called after planning: most of the remaining work is native code, during which other threads
-        can use the interpreter."""
+        can use the interpreter. Raises DeviceError if a fork has lost the threads."""
+        refuse_lost_threads()
         if self._closed:
             raise RuntimeError("the engine is closed and accepts no more requests")
         # 1) End sequences past their deadline, so that their slots are free for this step.

@@ -66,6 +66,13 @@ RESUMABLE = frozenset(
     )
 )
 """Fields that may change when a run is resumed."""
+AFTER_THE_END = frozenset(
+    (
+        *("resume", "out", "device", "threads", "shard", "from_checkpoint", "steps", "minutes"),
+        *("keep", "keep_every"),  # apply to the last step too
+    )
+)
+"""Fields that may change when a run without further steps is resumed."""
 REWARMING = 0.05
 """Share of the remaining run over which the learning rate rises, if the run was extended."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
@@ -290,9 +297,16 @@ def resolve_resumed(
             f"--from {given['from_checkpoint']} has no effect: the run began with random weights; "
             "leave it out"
         )
-    if training.length == before.length or not saved.step:
+    if not saved.step:
         return training
-    _refuse_ended(given, training.length, saved)
+    lengthened = training.length != before.length
+    if lengthened:
+        _refuse_ended(given, training.length, saved)
+    if training.length.is_over(saved):
+        changed = {name for name, value in given.items() if value != values[name]}
+        _refuse_late(given, changed - AFTER_THE_END, saved)
+    if not lengthened:
+        return training
     done = training.length.done(saved)
     was = lr_scale(before.recipe, saved.step, before.length.scheduled(saved), before.rewarming)
     if lr_scale(training.recipe, saved.step, done) <= was:
@@ -301,16 +315,32 @@ def resolve_resumed(
 
 
 def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> None:
-    """Raise TrainingError if only --steps or only --minutes is `given`, and the run has already
-    reached the other limit."""
+    """Raise TrainingError if a `given` length is shorter than the run already is, or if only
+    --steps or only --minutes is given and the run has reached the other limit."""
     over = {"minutes": length.is_over_by_clock(saved), "steps": length.is_over_by_steps(saved)}
+    done = f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes"
+    past = {"minutes": over["minutes"], "steps": saved.step > (length.steps or saved.step)}
+    for name in ("steps", "minutes"):
+        if name in given and past[name]:
+            raise TrainingError(
+                f"--{name} {given[name]:g} counts the whole run, which has done {done}: increase "
+                f"--{name}, or leave it out"
+            )
     for name, other in (("steps", "minutes"), ("minutes", "steps")):
         if name in given and other not in given and over[other]:
             raise TrainingError(
-                f"--{name} {given[name]:g} cannot be reached: the run has done "
-                f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and "
+                f"--{name} {given[name]:g} cannot be reached: the run has done {done}, and "
                 f"--{other} {getattr(length, other):g} limits the whole run. Increase --{other} too"
             )
+
+
+def _refuse_late(given: Mapping[str, Any], late: Collection[str], saved: Counters) -> None:
+    """Raise TrainingError if settings of a run's steps change after its last step."""
+    for name in sorted(late):
+        raise TrainingError(
+            f"--{name.replace('_', '-')} {shown(given[name])} has no effect: the run ended at step "
+            f"{saved.step}; leave it out, or make the run longer with --steps or --minutes"
+        )
 
 
 def _only(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

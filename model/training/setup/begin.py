@@ -368,8 +368,9 @@ def _notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
     share = record["val_bytes"] / max(1, record["bytes"])
     if abs(share - asked) > asked / 4:
         yield (
-            f"{share:.1%} of the text is held out, although val_fraction is {asked:.1%}: small "
-            "documents are not split, and a tokenized text keeps its split"
+            f"{100 * share:.3g}% of the text is held out, although val_fraction is "
+            f"{100 * asked:.3g}%: small documents are held out whole, large ones from the end of a "
+            "line or a word, and a tokenized text keeps its split"
         )
     yield from _text_notices(text)
     steps, model, warmup = training.length.steps, training.model, training.recipe.warmup

@@ -12,7 +12,13 @@ import pytest
 
 from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
 from logitd.model.data.errors import DataError
-from logitd.model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
+from logitd.model.data.prepare import (
+    PreparedText,
+    prepare_text,
+    published_vocabulary,
+    read_prepared,
+    require_window,
+)
 from logitd.model.data.shards import HEADER, Shard
 from logitd.model.data.sources.document import PIECE, Text, text_document
 from logitd.model.data.sources.open_text import open_text
@@ -178,6 +184,28 @@ def test_shards_need_the_tokenizer_that_wrote_them(tmp_path: Path) -> None:
         name = f"{side}.tokens"
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "data" / name).read_bytes()
     assert again.record["name"] == str(tmp_path / "data")
+
+
+@pytest.mark.parametrize("section", [None, "tokenizer"])
+def test_ranks_of_a_run_or_checkpoint_are_read_with_their_description(
+    tmp_path: Path, section: str | None
+) -> None:
+    """A pattern and special tokens like those of a chat model."""
+    tokenizer = chat_tokenizer()
+    prepare(text_of(story(400)), tmp_path / "data", vocabulary=tokenizer, special_ids=True)
+    ranks = tmp_path / "data" / "tokenizer.tiktoken"
+    if section is None:
+        text = open_text((str(tmp_path / "data"),))
+        again = prepare(text, tmp_path / "again", vocabulary=str(ranks), special_ids=True)
+        assert again.tokenizer.description() == tokenizer.description()
+        return
+    (tmp_path / "data" / "data.json").unlink()
+    config = tmp_path / "data" / "config.json"
+    config.write_text(json.dumps({section: tokenizer.description()}))
+    assert published_vocabulary(str(ranks)).description() == tokenizer.description()
+    config.write_text('{"model": {}}')
+    with pytest.raises(DataError, match=r"config\.json does not describe .* another name"):
+        published_vocabulary(str(ranks))
 
 
 MEASURE = """

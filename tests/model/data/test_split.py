@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.data.sources.document import PIECE, Document, text_document
-from logitd.model.data.split import Side, lot, plan_split, sides, split_text
+from logitd.model.data.split import Side, Split, lot, plan_split, sides, split_text
 
 
 def parts_of(documents: Sequence[Document], fraction: float) -> list[list[tuple[Side, str]]]:
@@ -74,6 +74,30 @@ def test_share_is_near_the_fraction(documents: list[tuple[int, int]], fraction: 
     total = sum(size for _, size in documents)
     out = sum(size - split.trained(lot, size) for lot, size in documents)
     assert 0 < out <= 2 * fraction * total + len(documents)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "fraction", "ends", "shortest"),
+    [(2000, 250, 0.0001, 1, 25), (20, 5000, 0.02, 2, 500), (300, 222, 0.001, 1, 33)],
+)
+def test_few_documents_are_divided_if_ends_would_be_short(
+    count: int, size: int, fraction: float, ends: int, shortest: int
+) -> None:
+    documents = [text_document(f"{n}", words(n, size)) for n in range(count)]
+    parts = parts_of(documents, fraction)
+    held_out = [piece for part in parts for side, piece in part if side == "val"]
+    assert len(held_out) == ends
+    assert all(shortest <= len(piece) for piece in held_out)
+    assert not any(piece.startswith(("ed", "lue", "at")) for piece in held_out), "inside a word"
+    assert fraction / 2 <= share_of(documents, fraction) <= fraction * 1.1
+
+
+def test_split_is_read_as_described() -> None:
+    documents = [text_document(f"{n}", words(n, 5000 + 90 * n)) for n in range(20)]
+    lots = {lot(document) for document in documents}
+    for fraction in (0.001, 0.02, 0.1, 0.5):
+        split = split_text(documents, fraction)
+        assert Split.described(fraction, split.description(fraction, lots)) == split
 
 
 @given(st.text(max_size=300), st.floats(0.01, 0.5))

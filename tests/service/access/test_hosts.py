@@ -71,13 +71,13 @@ def test_request_without_a_host_is_answered(server: Serving) -> None:
         assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("hosts", [0, 2])
-def test_http_1_1_requires_one_host(server: Serving, hosts: int) -> None:
+@pytest.mark.parametrize(("hosts", "found"), [(0, b"has no Host header;"), (2, b"2 Host headers")])
+def test_http_1_1_requires_one_host(server: Serving, hosts: int, found: bytes) -> None:
     with server.connect() as raw:
         raw.sendall(b"GET /version HTTP/1.1\r\n" + b"Host: localhost\r\n" * hosts + b"\r\n")
         reply = read_until(raw, b"}}")
     assert reply.startswith(b"HTTP/1.1 400 ")
-    assert b"%d Host headers" % hosts in reply
+    assert found in reply
 
 
 def test_every_host_of_a_request_is_checked(server: Serving) -> None:

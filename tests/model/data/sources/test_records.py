@@ -60,7 +60,7 @@ ROWS = '\ufeffid,text\n1,"one, two"\n\n2,"a ""b""\nc"\n'
         ("a.json", '["one, two", "a \\"b\\"\\nc"]'),
         ("a.csv", ROWS),
         ("a.csv", ROWS.replace(",", ";").replace("one;", "one,")),
-        ("a.tsv", ROWS.replace(",", "\t").replace("one\t", "one,")),
+        ("a.csv", ROWS.replace(",", "\t").replace("one\t", "one,")),
     ],
 )
 def test_records_are_read_in_every_format(
@@ -93,8 +93,11 @@ def test_text_that_begins_like_records_is_text(tmp_path: Path, content: str) -> 
         ("a.json", '[{"text": "x"}, {"text": 3}]', "item 2: the field 'text' is a number"),
         ("a.json", "[\n1,]", r"a\.json is not JSON: .* line 2, column 3"),
         ("a.csv", "id,body\n1,x\n", r"a\.csv has no column 'text'.*'id', 'body'.*--text-field"),
-        ("a.csv", "id,text\n1,x\n2\n", r"a\.csv, line 3 has 1 columns; the header has 2"),
-        ("a.tsv", 'id\ttext\n1\t"x\n', r"a\.tsv, line 2 is not CSV"),
+        ("a.csv", "id,text\n1,x\n2\n", r"a\.csv, line 3 has 1 columns; the header has 2$"),
+        ("a.csv", 'id\ttext\n1\t"x\n', r"a\.csv, line 2 is not CSV"),
+        ("a.tsv", '"id"\t"text"\n1\t"x"\n', r'a\.tsv, line 1 .*\("id"\).*rename .* to \.csv'),
+        ("a.tsv", 'id\ttext\n1\t"x\ny"\n', r"a\.tsv, line 3 has 1 columns.*rename .* to \.csv"),
+        ("a.tsv", 'id\ttext\n1\t"a ""b"""\n', r"a\.tsv, line 2 .*doubled.*rename .* to \.csv"),
         ("a.json", '{"messages": []}', r"a\.json, line 1 is a conversation.*chat template$"),
     ],
 )  # fmt: skip
@@ -107,6 +110,13 @@ def test_file_without_the_field_is_refused_by_name(
     with pytest.raises(DataError) as caught:
         texts(tmp_path / name, None)
     assert "--text-field" not in str(caught.value), "the command lacks this flag"
+
+
+def test_quotation_marks_in_tsv_are_text(tmp_path: Path) -> None:
+    """As in GLUE, whose files have one sentence per row and no quoted fields."""
+    sentences = ['"Hello there', "second, line", 'she said so."', '"All."', 'a "" b', '""']
+    rows = [f"{number}\t{text}" for number, text in enumerate(sentences)]
+    assert texts(write(tmp_path / "a.tsv", "id\ttext", *rows)) == sentences
 
 
 def test_long_field_of_csv_is_read(tmp_path: Path) -> None:

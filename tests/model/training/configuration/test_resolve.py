@@ -116,6 +116,9 @@ def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
         ({"steps": 90, "minutes": 9}, {"minutes": 60}, "--minutes 60 cannot be .*--steps 90 "),
         ({"steps": 90, "minutes": 9}, {"minutes": 60, "steps": 91}, None),
         ({"steps": 90, "minutes": 9}, {"steps": 90, "minutes": 9}, None),  # started again
+        ({"steps": 200}, {"steps": 89}, "--steps 89 counts the whole run, .* 90 steps .*increase"),
+        ({"steps": 200}, {"steps": 90}, None),
+        ({"minutes": 3}, {"minutes": 1}, "--minutes 1 counts the whole run, .* 1.2 minutes"),
         ({"minutes": 1}, {"minutes": 3}, None),
     ],
 )
@@ -128,6 +131,26 @@ def test_length_that_cannot_be_reached_is_refused(
         resolve_resumed(config, before, saved)
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        {"chat_template": Path("chat.jinja")}, {"log_every": 3}, {"prompts": ("a",)},
+        {"patience": 2}, {"save_dtype": "bfloat16"}, {"tensorboard": True},
+    ],
+)  # fmt: skip
+def test_setting_of_steps_is_refused_after_the_last_step(late: dict[str, Any]) -> None:
+    before, ended = resolve(TrainingConfig(steps=90)), Counters(step=90)
+    flag = "--" + next(iter(late)).replace("_", "-")
+    with pytest.raises(TrainingError, match=f"{flag} .* no effect: the run ended at step 90; "):
+        resolve_resumed(TrainingConfig(resume=True, **late), before, ended)
+    with pytest.raises(TrainingError, match=f"{flag} .* no effect"):
+        resolve_resumed(TrainingConfig(resume=True, steps=90, **late), before, ended)
+    for again, saved in (({"steps": 91}, ended), ({}, Counters(step=89)), ({}, Counters())):
+        resolve_resumed(TrainingConfig(resume=True, **late, **again), before, saved)
+    same = resolve(TrainingConfig(steps=90, **late))
+    resolve_resumed(TrainingConfig(resume=True, **late, threads=2, keep=1), same, ended)
+
+
 def test_learning_rate_of_a_single_step_that_the_clock_ended_has_not_fallen() -> None:
     before = resolve(TrainingConfig(minutes=1))
     saved = Counters(step=1, seconds=70.0, setup=65.0, minutes=1.0)
@@ -138,7 +161,7 @@ def test_learning_rate_of_a_single_step_that_the_clock_ended_has_not_fallen() ->
     assert longer.rewarming.scale == 0
 
 
-@pytest.mark.parametrize(("steps", "rises"), [(200, True), (100, False), (50, False)])
+@pytest.mark.parametrize(("steps", "rises"), [(200, True), (100, False), (95, False)])
 def test_learning_rate_of_a_lengthened_run_rises_without_a_jump(steps: int, rises: bool) -> None:
     before = resolve(TrainingConfig(steps=100))
     saved = Counters(step=90)

@@ -211,7 +211,8 @@ def test_chat_template_of_a_resumed_run_does_not_change_its_text(
     template.write_text("{{ eos_token }}")
     config = configure(data=(str(path),), steps=1, special_tokens=special_tokens)
     train(config)
-    told = notices(TrainingConfig(out=config.out, resume=True, chat_template=template))
+    again = TrainingConfig(out=config.out, resume=True, chat_template=template, steps=2)
+    told = notices(again)
     assert ("start a new run with --chat-template" in told) is (special_tokens == "auto")
 
 
@@ -246,7 +247,7 @@ def test_held_out_share_far_from_val_fraction_is_reported(
     for number in range(files):
         (tmp_path / f"{number}.txt").write_text(f"{number} " + "the cat saw a dog. " * 40 + "\n")
     said = notices(configure(data=(str(tmp_path / "*.txt"),), steps=1))
-    pattern = r"6\.[67]% of the text is held out.*val_fraction is 10\.0%"
+    pattern = r"6\.[67]\d*% of the text is held out.*val_fraction is 10%"
     assert bool(re.search(pattern, said)) is reported
     assert ("held out" in said) is reported
 
