@@ -430,8 +430,8 @@ def test_text_that_is_too_short_is_refused() -> None:
 def test_text_completes_the_import(trained: Trained) -> None:
     """The import keeps the step, loss and dropout that the file states, and records which facts
     were verified."""
-    settings = {"iter": 200, "val_loss": 1.25, "dropout": 0.2}
-    recognized = recognize_file(state_file(trained.model, settings=settings), RoleOptions())
+    file = replace(state_file(trained.model, settings={"val_loss": 1.25, "dropout": 0.2}), step=200)
+    recognized = recognize_file(file, RoleOptions())
     assert recognized.rows == 9
     lines: list[str] = []
     text = CheckText("words.txt", trained.token_ids)
