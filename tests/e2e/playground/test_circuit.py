@@ -68,9 +68,9 @@ def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, 
 def test_name_of_the_logits_is_inside_the_drawing(page: Page) -> None:
     page.fill("#prompt", "if x is not None:\n    x = None\nelif y is not")
     open_tab(page, "circuit", "#circuit .part")
-    page.fill("#circuit-parts", "1")  # so the last column is narrow
+    page.fill("#circuit-parts", "2")  # so the last column is narrow
     page.keyboard.press("Tab")
-    page.wait_for_function("document.querySelectorAll('#circuit .part').length === 1")
+    page.wait_for_function("document.querySelectorAll('#circuit .part').length === 2")
     right_ends = """(() => {
         const label = [...document.querySelectorAll('#circuit svg > text')].at(-1);
         label.textContent = label.textContent.replace(/.* − .*/, "long… − long…");
