@@ -4,7 +4,7 @@ of scores and mask."""
 from typing import get_args
 
 from logitd.model.convert.by_role import names as words
-from logitd.model.convert.by_role.build import qk_norms_commute, query_rows
+from logitd.model.convert.by_role.build import is_trained, qk_norms_commute, query_rows
 from logitd.model.convert.by_role.computation import QkvLayout, ScoreScale
 from logitd.model.convert.by_role.evidence import NOT_SAID, Evidence
 from logitd.model.convert.by_role.finding import ANY_ORDER, CONVENTION, UNUSED, Finding
@@ -116,8 +116,9 @@ def qk_norm(file: Evidence) -> Finding:
             return Finding(("learned",), origin)
         if file.found["norm"].values == ("rmsnorm",) and key.lower() != "qk_layernorm":
             return Finding(("learned",), origin)
+        used = is_trained(file.tensors, "query_norm", "key_norm")
         origin = f"{origin}; they can be imported if they are RMS norms"
-        return Finding(("learned", "none"), origin, True)
+        return Finding(("learned",) if used else ("learned", "none"), origin, True)
     if value is not None and is_off(value):
         return Finding(("none",), f"{key} of its settings")
     if value is not None:

@@ -133,20 +133,37 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
 
 
 def require_roles(tensors: MappedTensors, how: Computation) -> None:
-    """Raise ConvertError if a tensor whose role only its shape shows is not used. `build` accepts
-    this, so that a search can compare a computation without the tensor."""
+    """Raise ConvertError if a tensor is not used although only its shape shows its role, or
+    although it is a norm that a training has changed. `build` accepts this, so that a search can
+    compare a computation without the tensor."""
     table, norm = tensors.map.name("positions"), tensors.map.name("final_norm")
     last = module_name(norm)[-1] if norm else ""
     unused = ""
     if how.positions != "learned" and table and not words.names_positions(table):
         unused = f"positions is {how.positions}, but then {table}"
-    if not how.final_norm and norm and not words.matches(words.FINAL_NORM, last):
-        unused = f"final_norm is false, but then {norm}"
+    if not how.final_norm and norm:
+        if not words.matches(words.FINAL_NORM, last):
+            unused = f"final_norm is false, but then {norm}"
+        elif is_trained(tensors, "final_norm"):
+            unused = f"final_norm is false, but then {norm}, which a training has changed,"
+    if how.qk_norm == "none" and is_trained(tensors, "query_norm", "key_norm"):
+        query = tensors.map.name("query_norm")
+        unused = f"qk_norm is none, but then {query}, which a training has changed,"
     if unused:
         raise ConvertError(
             f"{tensors.where}: {unused} has no role. If it changes no logit, ignore it with --map; "
             "otherwise serve the owner's class with --code FILE:NAME --run-code"
         )
+
+
+def is_trained(tensors: MappedTensors, *norms: Role) -> bool:
+    """True if one of these norms is not as it was created, with equal weights and no biases. A
+    training changes no tensor that the computation does not use."""
+    places = [(role, layer) for role in norms for layer in range(tensors.map.n_layer)]
+    weights = [x for role, n in places if (x := tensors.get(role, "weight", n)) is not None]
+    biases = [x for role, n in places if (x := tensors.get(role, "bias", n)) is not None]
+    unequal = any(bool((weight != weight.flatten()[0]).any()) for weight in weights)
+    return unequal or any(bool(bias.any()) for bias in biases)
 
 
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:

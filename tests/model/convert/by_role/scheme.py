@@ -82,7 +82,12 @@ class Scheme:
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)
 
     def model(self, seed: int = 0) -> nn.Module:
-        return randomized(Plain(self) if self.make is None else self.make(), seed)
+        model = randomized(Plain(self) if self.make is None else self.make(), seed)
+        if not self.computation.final_norm:  # a training does not change an unused norm
+            for (role, part), name in self.names().items():
+                if role == "final_norm":
+                    model.get_parameter(name).data.fill_(part == "weight")
+        return model
 
     @property
     def computation(self) -> Computation:

@@ -196,3 +196,32 @@ def test_tensor_recognized_by_its_shape_is_not_dropped(
     mapped = MappedTensors("file.pt", tensors, recognize("file.pt", tensors))
     with pytest.raises(ConvertError, match=f"{field}, but then {name} has no role. .*--map"):
         require_roles(mapped, Computation(**{**USUAL, **how}))
+
+
+@pytest.mark.parametrize(
+    ("names", "width", "how"),
+    [
+        (("norm",), WIDTH, {"final_norm": False, "norm_position": "post"}),
+        (("h.0.sa.q_norm", "h.0.sa.k_norm", "h.1.sa.q_norm", "h.1.sa.k_norm"), 8,
+         {"qk_norm": "none"}),
+    ],
+    ids=["final_norm", "qk_norm"],
+)  # fmt: skip
+def test_trained_norm_is_not_dropped(
+    names: tuple[str, ...], width: int, how: Mapping[str, Any]
+) -> None:
+    """A norm behind the embedding was taken for an unused norm behind the layers, and LayerNorms of
+    queries and keys were left out by --qk-norm none."""
+    tensors = {
+        "wte.weight": torch.rand(ROWS, WIDTH),
+        **block(BLOCK, "h.0."),
+        **block(BLOCK, "h.1."),
+        **{f"{name}.weight": torch.ones(width) for name in names},
+        **{f"{name}.bias": torch.zeros(width) for name in names},
+    }
+    mapped = MappedTensors("file.pt", tensors, recognize("file.pt", tensors))
+    computation = Computation(**{**USUAL, **how})
+    require_roles(mapped, computation)
+    tensors[f"{names[-1]}.bias"][1] = 0.01
+    with pytest.raises(ConvertError, match=r"norm.*, which a training has changed, has no role"):
+        require_roles(mapped, computation)
