@@ -2,8 +2,8 @@
 
 A setting is known if a reader uses it, if the shapes of tensors show its effect, or if it belongs
 to training. The user is asked about every other number and flag, because a logit cap or a factor,
-for example, does not show in the names and shapes of tensors. The user is not asked about strings:
-the questions in `by_role` read those that describe the computation.
+for example, does not show in the names and shapes of tensors. Of texts, the user is asked about
+those whose names have a word for a part of the model; `by_role` reads the usual ones.
 """
 
 import re
@@ -63,7 +63,7 @@ _TRAINING = (
     r"seconds|minutes|hours|"
     r"time|date|version|world_size|batch|batches|batch_size|bs|bsz|token_id|pad_idx)|"
     rf"({_PHASE}_)*{_COUNTED}(_{_PHASE})*|(local_)?rank|"
-    r"(train|training|test|eval|evaluation|val|valid|validation|best|wandb|save|saved|resume|"
+    r"(?!val_(residual|emb))(train|training|test|eval|evaluation|val|valid|validation|best|wandb|save|saved|resume|"
     r"checkpoint|warm_?up|adam|optim|optimizer|sched|scheduler|accum|accumulation|grad|"
     r"gradient|ddp|fsdp|init|initializer|data|dataset|summary|log_(interval|every|freq|iters?|steps?))_.*|"
     r"batch.*|warm_?up|adam|decay|lr_.*|decay_lr|(grad_?)?clip|clip_grad.*|max_(grad_)?norm|"
@@ -98,6 +98,20 @@ _KIND = re.compile(
     r"param(etri[sz]|eteri[sz])ation|(.*_)?soft_?cap(ping)?(_.*)?"
 )
 """Names of texts that may say how attention, a block, a norm or the like is computed."""
+_PARTS = frozenset(
+    re.findall(
+        "[a-z]+",
+        "attn attention softmax sdpa score scores similarity kernel residual residuals skip rope "
+        "rotary norm norms normalization layernorm rmsnorm ln mlp ffn ff glu qkv gate gates gating "
+        "mask masking logit logits mixer mixing conv transform activation act nonlinearity head "
+        "heads unembedding shift combine merge rel feature temperature",
+    )
+)
+"""Words in the names of such texts."""
+_PLACES = frozenset(
+    re.findall("[a-z]+", "dir path name file device dtype backend url project id description key")
+)
+"""Words in the names of texts that say where something is, or what it is called."""
 _USUAL = frozenset(
     re.findall(
         "[a-z0-9]+",
@@ -110,7 +124,7 @@ _USUAL = frozenset(
 )
 """Words for what a GPT of this project computes, and for code that computes attention."""
 _FLAG_TEXTS = {"true": True, "false": False}
-_REPEATS = re.compile(r"(n|num|number_of|max)_(steps|iters|iterations)")
+_REPEATS = re.compile(r"((n|num|number_of|max|inner|loop|recurrent)_)?(steps|iters|iterations)")
 """Names that count a training's steps, or how often a stack of layers is repeated."""
 FEWEST_STEPS = 65
 """A smaller number of steps is a number of repetitions."""
@@ -143,10 +157,12 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         if isinstance(value, list) and PER_LAYER.fullmatch(name):
             return not all(map(_is_usual, value))
         if isinstance(value, list):
-            texts = _KIND.fullmatch(name) is not None
+            texts = bool(_KIND.fullmatch(name)) or _names_part(name)
             return any(is_unknown(name, item) for item in value if texts or type(item) is not str)
         per_layer = PER_LAYER.fullmatch(name) and str(value).isalpha()
         if isinstance(value, str) and (_KIND.fullmatch(name) or per_layer):
+            return not _is_usual(value)
+        if isinstance(value, str) and _names_part(name) and name not in known:
             return not _is_usual(value)
         is_flag = isinstance(value, bool)
         value = _FLAG_TEXTS.get(str(value).lower(), as_number(value))
@@ -164,6 +180,12 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
         )
 
     return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
+
+
+def _names_part(name: str) -> bool:
+    """True if a text of this name may say how a part of the model is computed."""
+    words = frozenset(name.split("_"))
+    return bool(words & _PARTS) and not words & _PLACES and _NAMES.fullmatch(name) is None
 
 
 def is_of_training(name: str) -> bool:

@@ -45,6 +45,11 @@ ANSWERS: dict[str, Any] = {
         ("final_logit_activation", "tanh"), ("scale_type", "mup"), ("softcap", "tanh30"),
         ("parallel", "true"), ("use_rope", "True"), ("parametrization", "mup"),
         ("mask", "prefix"), ("final_activation", "tanh"), ("mixer", "mamba"),
+        # Any text whose name has a word for a part of the model, and loops of few steps.
+        ("attention_activation", "sigmoid"), ("softmax_variant_attn", "polymax"),
+        ("similarity", "cosine"), ("lm_head_type", "cosine"), ("norm_placement", "sandwich"),
+        ("attn_temperature", "learned"), ("gate_activation", "sigmoid"), ("inner_steps", 4),
+        ("iterations", 4), ("val_residual", True),
     ],
 )  # fmt: skip
 def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:
@@ -71,7 +76,8 @@ def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> No
         ("betas", [0.9, 0.95]), ("lr", "3e-4"), ("attn_impl", "flash_attention_2"),
         ("mask", "causal"), ("eos_token_id", [1, 2]), ("targets", ["q", "v"]),
         ("norm_type", "pre"), ("norm", "nn.LayerNorm"), ("ffn", "swiglu"), ("qkv_order", "qkv"),
-        ("use_sliding_window", "false"), ("compile", "true"),
+        ("use_sliding_window", "false"), ("compile", "true"), ("head_name", "x"),
+        ("attn_backend", "triton"), ("mask_file", "m.pt"), ("steps", 5000), ("val_loss", "low"),
     ],
 )  # fmt: skip
 def test_setting_of_a_training_or_a_shape_is_known(name: str, value: Any) -> None:
