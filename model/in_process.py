@@ -5,7 +5,7 @@
 """
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -116,8 +116,7 @@ class Operations:
                 self._mailboxes[request.request_id] = mailbox
             while running:
                 while not mailbox:
-                    for event in self._engine.step().events:
-                        self._mailboxes[event.request_id].append(event)
+                    self._step()
                 event = mailbox.popleft()
                 if isinstance(event, OutputsChunk):
                     self._engine.grant(event.request_id)
@@ -128,6 +127,20 @@ class Operations:
             for request in requests:
                 self._engine.abort(request.request_id)
                 self._mailboxes.pop(request.request_id, None)
+
+    def _step(self) -> None:
+        """Compute a step. If it is interrupted, for example by KeyboardInterrupt, all streams end,
+        because the step may not have computed what the engine has recorded."""
+        try:
+            events = self._engine.step().events
+        except BaseException:
+            self._deliver(self._engine.abandon())
+            raise
+        self._deliver(events)
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._mailboxes[event.request_id].append(event)
 
 
 def _check(event: Event) -> None:

@@ -351,6 +351,32 @@ def test_failed_step_is_an_error_of_its_requests(
         assert broken.logits("a").shape == (1, 257), "the next request is computed"
 
 
+def test_interrupted_step_ends_all_streams(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KeyboardInterrupt may end a step that has recorded prefixes and not copied them. So no stream
+    goes on, and no prefix is used later."""
+    ids = [token % 250 for token in range(100)]
+    params = SamplingParams(max_tokens=2, temperature=0, seed=1, logprobs=1)
+
+    def interrupt(plan: object) -> None:
+        raise KeyboardInterrupt
+
+    with LLM(checkpoint_path, device="cpu", threads=1, slots=3) as llm:
+        expected = str(llm.generate([[*ids, n] for n in range(3)], params))
+        llm._engine._scheduler.slots.forget()
+        stream = llm.stream("a", SamplingParams(max_tokens=50))
+        next(stream)
+        llm.generate([ids], params)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._engine._runner, "run", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[*ids, 3]], params)
+        with pytest.raises(GenerationError, match="interrupted"):
+            list(stream)
+        assert str(llm.generate([[*ids, n] for n in range(3)], params)) == expected
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

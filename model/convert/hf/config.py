@@ -6,6 +6,7 @@ value that a `GPTConfig` cannot express is refused. `layouts.py` has the names o
 reads rotary positions, and `hf/tokenizer.py` reads tokenizers.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -104,10 +105,15 @@ def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, 
 
 
 def _own_code(document: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`auto_map` if it names a model class of its own, which may compute other logits than the
-    class of `model_type`; otherwise empty."""
+    """`auto_map` if it names a model class of its own, and `architectures` if it names a class that
+    transformers lacks: such a class may compute other logits than the class of `model_type`."""
     named = member(document, "auto_map", dict, where)
-    return {"auto_map": named} if any(name.startswith("AutoModel") for name in named) else {}
+    classes = _architectures(document.get("architectures", []), where)
+    own = [name for name in classes if CLASS.fullmatch(name) is None]
+    return {
+        **({"auto_map": named} if any(name.startswith("AutoModel") for name in named) else {}),
+        **({"architectures": own} if own else {}),
+    }
 
 
 def _architectures(names: Any, where: str) -> list[str]:
@@ -280,6 +286,13 @@ def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | N
     )
 
 
+CLASS = re.compile(
+    r"(gpt2|gptneox|opt|llama|mistral|qwen2|qwen3|nanochat)"
+    r"((lmhead|doubleheads)?model|lmhead|for(causallm|(sequence|token)classification|"
+    r"questionanswering))",
+    re.IGNORECASE,
+)
+"""Names of transformers' classes for these families. Old files have LLaMAForCausalLM."""
 FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings], Shape]]] = {
     "gpt2": (GPT2, _gpt2),
     "gpt_neox": (NEOX, _neox),

@@ -205,30 +205,33 @@ def check_combinations(schema: Any) -> None:
     for group in [every] if combined else [[one] for one in every]:
         _check_bounds(group)
     if combined:
-        _check_multiples(every)
-        for one, other in product(every, every):
-            _check_bounds_of_multiples(one, other)
+        _check_bounds_of_multiples(every, _check_multiples(every))
 
 
 def _check_bounds(schemas: Sequence[Mapping[str, Any]]) -> None:
     """Refuse an exclusive bound that is an integer, if the other bound lies between it and the next
     one. In llguidance 1.9.1 such a range contains the integer."""
     bounds = [(key, one[key]) for one in schemas for key in BOUNDS if _is_number(one.get(key))]
-    for exclusive, other in product(bounds, bounds):
-        (name, near), (other_name, far) = exclusive, other
-        rising = name == "exclusiveMinimum" and "aximum" in other_name and near >= 0
-        falling = name == "exclusiveMaximum" and "inimum" in other_name and near <= 0
-        if (rising or falling) and near % 1 == 0 and 0 < abs(far) - abs(near) < 1:
+    between = {
+        ("aximum" in key, math.floor(abs(value))): (key, value)
+        for key, value in bounds
+        if value % 1
+    }
+    for name, near in bounds:
+        rising = name == "exclusiveMinimum" and near >= 0
+        falling = name == "exclusiveMaximum" and near <= 0
+        other = between.get((rising, int(abs(near))))
+        if (rising or falling) and not near % 1 and other is not None:
             inclusive = "minimum" if rising else "maximum"
             raise ConstraintError(
-                f"{name} is {near} and {other_name} is {far}, but the compiler would allow {near}: "
-                f"use {inclusive} with a number next to {near}"
+                f"{name} is {near} and {other[0]} is {other[1]}, but the compiler would allow "
+                f"{near}: use {inclusive} with a number next to {near}"
             )
 
 
-def _check_multiples(every: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse multiples whose least common multiple is too large. The compiler computes it from the
-    product, in 32 bits."""
+def _check_multiples(every: Sequence[Mapping[str, Any]]) -> list[Decimal]:
+    """The distinct multiples. Refuse them if their least common multiple is too large: the compiler
+    computes it from the product, in 32 bits."""
     multiples = [one["multipleOf"] for one in every if _is_number(one.get("multipleOf"))]
     steps = sorted({abs(_exact(multiple)).normalize() for multiple in multiples})
     decimals = max((0, *(-_exponent(step) for step in steps)))
@@ -240,22 +243,30 @@ def _check_multiples(every: Sequence[Mapping[str, Any]]) -> None:
             "oneOf next to other keywords: the least common multiple, without its point, must be "
             f"below {MULTIPLES}"
         )
+    return steps
 
 
-def _check_bounds_of_multiples(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _check_bounds_of_multiples(
+    every: Sequence[Mapping[str, Any]], steps: Sequence[Decimal]
+) -> None:
     """Refuse a bound that is no integer if another schema has a multipleOf with decimals: between
     such bounds the compiler misses some multiples. Bounds next to their own multipleOf fit it."""
-    own, step = one.get("multipleOf"), other.get("multipleOf")
-    bounds = [key for key in BOUNDS if _is_number(one.get(key)) and one[key] % 1]
-    if not bounds or not _is_number(step) or not step % 1:
-        return
-    if _is_number(own) and Fraction(_exact(own)) % Fraction(_exact(step)) == 0:
-        return
-    raise ConstraintError(
-        f"{bounds[0]} is {one[bounds[0]]} and multipleOf is {step} in a schema with allOf, "
-        "patternProperties, or $ref, anyOf or oneOf next to other keywords: use integers as "
-        "bounds, or put them next to multipleOf"
-    )
+    fractional = [step for step in steps if step % 1]
+    found: dict[
+        Decimal | None, tuple[str, float]
+    ] = {}  # a bound that is no integer, by its own multipleOf
+    for one in every if fractional else ():
+        own = one.get("multipleOf")
+        bounds = [key for key in BOUNDS if _is_number(one.get(key)) and one[key] % 1]
+        if bounds:
+            found[_exact(own) if _is_number(own) else None] = (bounds[0], one[bounds[0]])
+    for (own, (key, bound)), step in product(found.items(), fractional):
+        if own is None or own % step:
+            raise ConstraintError(
+                f"{key} is {bound} and multipleOf is {step:f} in a schema with allOf, "
+                "patternProperties, or $ref, anyOf or oneOf next to other keywords: use integers "
+                "as bounds, or put them next to multipleOf"
+            )
 
 
 def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:

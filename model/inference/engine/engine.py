@@ -402,6 +402,14 @@ class Engine:
         self._scheduler.slots.forget()
         return events
 
+    def abandon(self) -> list[Event]:
+        """End all sequences after a step that raised an error or was interrupted. It may not have
+        computed what the slots record, so no slot may be copied."""
+        running = [sequence for each in self._sequences.values() for sequence in each]
+        events = [self._finish_with_error(each, "a step was interrupted") for each in running]
+        self._scheduler.slots.forget()
+        return events
+
     def _not_finite(self, sequence: Sequence) -> Event:
         """End a sequence whose logits are not `usable`. If its request has interventions that may
         be the reason, the `param` of the error names them."""

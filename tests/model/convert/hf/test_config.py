@@ -175,6 +175,9 @@ def test_own_modeling_code_is_a_question(llama_folder: Path, tmp_path: Path) -> 
     with pytest.raises(ConvertError, match=sentence):
         import_model(folder, tmp_path / "ours")
     import_model(folder, tmp_path / "ours", ignored_settings=["auto_map"])
+    edit(folder / "config.json", architectures=["GPT2WithOwnForward"], auto_map=None)
+    with pytest.raises(ConvertError, match="GPT2WithOwnForward.*--ignore-setting architectures"):
+        import_model(folder, tmp_path / "other")
 
 
 def test_old_form_of_a_configuration_is_equivalent(llama_folder: Path, tmp_path: Path) -> None:
