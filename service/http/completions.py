@@ -25,6 +25,10 @@ from logitd.service.http import sse
 from logitd.service.http.envelope import server_timing, timings
 from logitd.service.models.context import RequestContext
 
+MOST_LISTED = 256
+"""Maximum number of logprobs listed in a step for which the event loop itself converts the step's
+tokens to JSON. One takes about 7 us."""
+
 
 class ResponseFormat(Protocol):
     """Converts replies of /generate to another endpoint's format. Methods are called in the order
@@ -71,6 +75,9 @@ class Generation:
         self.growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.model.name, context.checkpoint)
         self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None
+        listed = (plan.logprobs or 0) * plan.n * len(plan.requests)
+        of_prompts = plan.prompt_logprobs is not None or (plan.echo and plan.logprobs is not None)
+        self._is_quick = listed <= MOST_LISTED and not of_prompts
         self._format = response_format
         self._names = names
         self._waits = False  # the task that sends the reply waits for events
@@ -98,9 +105,10 @@ class Generation:
 
     async def events(self, write: BodyWriter | None) -> AsyncIterator[bytes]:
         """The events of a stream. While this iterator waits, new events are passed directly to
-        `write`, if it is given and the client keeps up, so that no task has to wake."""
+        `write`, if it is given, the client keeps up and little is listed, so that no task has to
+        wake."""
         self._sent = time.monotonic()
-        if write is not None:
+        if write is not None and self._is_quick:
             self._submission.reader = partial(self._write_new, write)
         try:
             while not self._submission.finished:
@@ -108,7 +116,7 @@ class Generation:
                 silent = time.monotonic() - self._sent
                 new = await self._submission.take(max(0.0, sse.KEEP_ALIVE_SECONDS - silent))
                 self._waits = False
-                part = self._grown(new) if new else b""
+                part = await self._grown_apart(new) if new else b""
                 silent = time.monotonic() - self._sent
                 if not part and silent >= sse.KEEP_ALIVE_SECONDS and not self._submission.finished:
                     part = sse.KEEP_ALIVE
@@ -118,7 +126,7 @@ class Generation:
             if part := self._part({"choices": [], **self._tail()}):
                 yield part
         except EXPECTED as error:
-            if part := self._grown(()):  # what arrived together with the error
+            if part := await self._grown_apart(()):  # what arrived together with the error
                 yield part
             yield sse.event(as_api_error(error).body())
         yield sse.DONE
@@ -154,6 +162,14 @@ class Generation:
         """Add events to the reply. Returns the part of the stream that they add, which may be
         empty."""
         self._push(events)
+        return self._new_part()
+
+    async def _grown_apart(self, events: Sequence[Event]) -> bytes:
+        """Like `_grown`, but tokens with logprobs are converted in a thread: they may be many."""
+        self._push(events)
+        return await asyncio.to_thread(self._new_part) if self._lists_tokens else self._new_part()
+
+    def _new_part(self) -> bytes:
         new = self.growing.take_json()
         return self._part(new) if new["choices"] or "prompts" in new else b""
 

@@ -30,6 +30,7 @@ from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.commands.health import local_url
 from logitd.service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
 from logitd.service.cli.terminal import tell, visible
+from logitd.service.cli.variables import places
 from logitd.service.models.served import Models, NotLoaded, ServedModel
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
@@ -39,6 +40,12 @@ _log = partial(tell, "serve")
 
 
 def run(settings: ServeSettings) -> int:
+    if _has_only_a_clients_key(settings):
+        _log(
+            "LOGITD_API_KEY is the key of a client, and this server would require none: set "
+            "LOGITD_API_KEYS=NAME=KEY, or unset LOGITD_API_KEY"
+        )
+        return 2
     found = [_servable(source, settings) for source in settings.models]
     if not any(found):
         return 1
@@ -53,6 +60,13 @@ def run(settings: ServeSettings) -> int:
     disable_created_metrics()  # saves one series per counter and histogram
     settings = settings.model_copy(update={"checkpoint": sources, "served_model_name": None})
     return serve(settings, announce=partial(print_banner, busy=busy_notice()))
+
+
+def _has_only_a_clients_key(settings: ServeSettings) -> bool:
+    """True if the variable of a client is set where the server's may be meant."""
+    if settings.api_keys or settings.api_key_file:
+        return False
+    return any("LOGITD_API_KEY" in map(str.upper, values) for _, values in places())
 
 
 def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | None:

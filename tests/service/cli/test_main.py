@@ -197,6 +197,16 @@ def test_unknown_variables_exit_2_with_the_nearest(
     assert f"Error: {name} in {source} is not a setting{hint}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_server_without_keys_refuses_the_variable_of_a_client(
+    source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LOGITD_API_KEY in place of LOGITD_API_KEYS left a server open."""
+    set_variable(source, "LOGITD_API_KEY", "secret", monkeypatch)
+    assert run(["serve"]) == 2
+    assert "set LOGITD_API_KEYS=NAME=KEY" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -282,6 +292,19 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
+
+
+def test_characters_that_the_output_lacks_are_escaped() -> None:
+    """A sample of a training ended it with a traceback."""
+    code = r"""
+from logitd.service.cli import main as module
+module.run = lambda words: print(chr(0xFFFD)) or 0
+module.main([])
+"""
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, b"\\ufffd\n"), done.stderr
 
 
 def test_help_imports_nothing_heavy() -> None:

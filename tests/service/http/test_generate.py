@@ -3,6 +3,7 @@ exact.
 """
 
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from logitd.model.inference import reference
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.operations.completion import GrowingReply
 from logitd.model.operations.generate import Choice, GenerateReply, Timings, Usage
 from logitd.model.transformer.gpt import GPT
 from logitd.service.http.schemas import ErrorReply
@@ -344,7 +346,8 @@ def test_chunks_have_the_shape_of_the_reply(server: Serving) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"n": 3, "logprobs": 2}, {"temperature": 0}, {"stop": ["a", "\ufffd"]},
+    [{}, {"n": 3, "logprobs": 2}, {"n": 3, "logprobs": 90}, {"temperature": 0},
+     {"stop": ["a", "\ufffd"]}, {"stop": ["a"], "logprobs": 200},
      {"echo": True, "max_tokens": 100}, {"top_k": 2, "min_tokens": 5}],
     ids=str,
 )  # fmt: skip
@@ -356,6 +359,27 @@ def test_stream_gives_the_same_as_one_reply(server: Serving, fields: dict[str, A
     same = ("prompt_tokens", "completion_tokens", "total_tokens")
     assert [chunks[-1]["usage"][k] for k in same] == [whole["usage"][k] for k in same]
     assert chunks[-1]["seed"] == whole["seed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "apart"),
+    [({"logprobs": 5}, False), ({"logprobs": 200, "n": 2}, True), ({"prompt_logprobs": 5}, True)],
+    ids=str,
+)
+def test_long_lists_of_a_stream_are_converted_in_a_thread(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], apart: bool
+) -> None:
+    """A few streams with thousands of logprobs for each token stopped all other clients, because
+    the event loop converted them to JSON."""
+    convert, places = GrowingReply.take_json, set[str]()
+
+    def noted(self: GrowingReply) -> dict[str, Any]:
+        places.add(threading.current_thread().name.rstrip("0123456789"))
+        return convert(self)
+
+    monkeypatch.setattr(GrowingReply, "take_json", noted)
+    assert stream(server, PROMPT, max_tokens=5, seed=1, **fields)
+    assert ("uvicorn" in places) is not apart, places
 
 
 def test_tokens_come_one_by_one_not_all_at_the_end(speller: Serving) -> None:

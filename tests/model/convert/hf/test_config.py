@@ -176,7 +176,7 @@ def test_own_modeling_code_is_a_question(llama_folder: Path, tmp_path: Path) -> 
         import_model(folder, tmp_path / "ours")
     import_model(folder, tmp_path / "ours", ignored_settings=["auto_map"])
     edit(folder / "config.json", architectures=["GPT2WithOwnForward"], auto_map=None)
-    with pytest.raises(ConvertError, match="GPT2WithOwnForward.*--ignore-setting architectures"):
+    with pytest.raises(ConvertError, match=r"GPT2WithOwnForward.*--ignore-setting architectures"):
         import_model(folder, tmp_path / "other")
 
 
