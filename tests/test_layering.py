@@ -178,8 +178,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "service.cli.commands": {
         "model", "service.access", "service.application", "service.cli.busy",
-        "service.cli.program_name", "service.cli.terminal", "service.client", "service.errors",
-        "service.models", "service.settings",
+        "service.cli.program_name", "service.cli.terminal", "service.cli.variables",
+        "service.client", "service.errors", "service.models", "service.settings",
     },
     "service.cli.interrupts": set(),
     "service.cli.main": {
