@@ -48,9 +48,8 @@ class Split:
         return 0 if lot < self.below else size
 
     def description(self, val_fraction: float, lots: Set[int]) -> dict[str, Any]:
-        """What concerns the documents with these lots, as JSON. A lot is written as the 16
-        hexadecimal digits that its sha256 begins with; `ends` has shares other than
-        `val_fraction`."""
+        """The split of the documents with these lots, as JSON. Lots are the first 16 hexadecimal
+        digits of a sha256. `ends` lists the shares that differ from `val_fraction`."""
         ends = {f"{lot:016x}": self.ends[lot] for lot in sorted(self.ends.keys() & lots)}
         others = {digits: share for digits, share in ends.items() if share != val_fraction}
         return {
