@@ -171,52 +171,60 @@ def test_session_stays_on_its_replica(client: httpx.Client) -> None:
     assert set(found) == {288}, found
 
 
-def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Client) -> None:
-    """The killed replica's streams are cut off. Later requests are answered as soon as Ray has
-    noticed the failure, and another replica replaces the killed one.
+def two_sessions(client: httpx.Client) -> tuple[str, str]:
+    """Names of two sessions on different replicas."""
+    prompt = "x" * 320
+    cached(client, prompt, **{"X-Session-Id": "first"})
+    for number in range(64):
+        if cached(client, prompt, **{"X-Session-Id": f"{number}"}) == 0:
+            return "first", f"{number}"
+    raise AssertionError("64 sessions are on one replica")
 
-    Each replica has four slots, so each serves at least two of the six streams. The six requests
-    that do not stream may succeed or fail: Ray may send all of them to one replica, and in one run
-    all six failed.
-    """
+
+def test_killed_replica_breaks_only_its_requests(on_ray: OnRay, client: httpx.Client) -> None:
+    """All requests of the killed replica are cut off, and all of the other replica are answered.
+    New requests are answered as soon as Ray has noticed the failure, and another replica replaces
+    the killed one."""
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
-    ended: list[str] = []
-    plain: list[Any] = []
+    sessions = two_sessions(client)
+    streamed: dict[str, list[bool]] = {name: [] for name in sessions}
+    plain: dict[str, list[bool]] = {name: [] for name in sessions}
     flowing = threading.Barrier(7)
 
-    def stream() -> None:
-        whole, lines = False, None
-        try:
-            with (
-                httpx.Client(base_url=on_ray.url, timeout=60, trust_env=False) as mine,
-                mine.stream("POST", "/generate", json=long) as reply,
-            ):
-                lines = reply.iter_lines()
-                next(lines)
-                flowing.wait(30)
-                for line in lines:
-                    whole = whole or line == "data: [DONE]"
-        except httpx.HTTPError as error:
-            ended.append(type(error).__name__)
-        else:
-            ended.append("whole" if whole else "without its end")
+    def stream(session: str) -> None:
+        whole = False
+        with (
+            suppress(httpx.HTTPError),
+            httpx.Client(base_url=on_ray.url, timeout=300, trust_env=False) as mine,
+            mine.stream("POST", "/generate", json=long, headers={"X-Session-Id": session}) as reply,
+        ):
+            lines = reply.iter_lines()
+            next(lines)
+            flowing.wait(60)
+            whole = "data: [DONE]" in list(lines)
+        streamed[session].append(whole)
 
-    def whole_reply() -> None:
-        try:
+    def whole_reply(session: str) -> None:
+        answered = False
+        with suppress(httpx.HTTPError):
             reply = httpx.post(
-                f"{on_ray.url}/generate", json=long | {"stream": False}, timeout=60, trust_env=False
-            )
-        except httpx.HTTPError as error:
-            plain.append(type(error).__name__)
-        else:
-            plain.append(reply.status_code)
+                f"{on_ray.url}/generate", json=long | {"stream": False}, timeout=300,
+                headers={"X-Session-Id": session}, trust_env=False,
+            )  # fmt: skip
+            answered = reply.status_code == 200
+        plain[session].append(answered)
 
     before = on_ray.replicas()
-    threads = [threading.Thread(target=stream) for _ in range(6)]
-    threads += [threading.Thread(target=whole_reply) for _ in range(6)]
-    for thread in threads:
+    streams, others = (
+        [threading.Thread(target=request, args=(name,)) for name in sessions for _ in range(3)]
+        for request in (stream, whole_reply)
+    )
+    for thread in streams:
         thread.start()
-    flowing.wait(30)
+    flowing.wait(60)
+    for thread in others:
+        thread.start()
+    time.sleep(0.5)  # the replicas have received them
     os.kill(before[0], signal.SIGKILL)
     statuses: Counter[Any] = Counter()
     for _ in range(40):
@@ -225,12 +233,11 @@ def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Cli
             statuses[client.post("/generate", json=body).status_code] += 1
         except httpx.HTTPError as error:
             statuses[type(error).__name__] += 1
-    for thread in threads:
-        thread.join(60)
-    assert len(ended) == 6
-    assert 0 < ended.count("whole") < 6, ended
-    assert len(plain) == 6
-    assert set(plain) <= {200, 500}, plain
+    for thread in [*streams, *others]:
+        thread.join(300)
+    assert sorted(streamed.values()) == [[False] * 3, [True] * 3], streamed
+    survivor = next(name for name in sessions if all(streamed[name]))
+    assert plain[survivor] == [True] * 3, plain
     assert statuses[200] >= 38, statuses
     eventually(lambda: len(set(on_ray.replicas()) - set(before)) == 1)
     assert client.post("/generate", json={"prompt": "a", "max_tokens": 3}).status_code == 200
