@@ -53,7 +53,7 @@ def _built(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
     extra = _named_notes(texts)
     if are_characters(texts, table.special):
         return ForeignTokenizer(tokenizer=character_tokenizer(texts), notes=extra)
-    tokenizer, notes = word_tokenizer(texts, table.where, table.special)
+    tokenizer, notes = word_tokenizer(texts, table.where, table.special, stored=table.pattern)
     return ForeignTokenizer(tokenizer=tokenizer, notes=(*extra, *notes))
 
 

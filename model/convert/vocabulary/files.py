@@ -28,6 +28,7 @@ from logitd.model.convert.source_file import (
     source_text,
 )
 from logitd.model.convert.vocabulary.build import build_tokenizer
+from logitd.model.convert.vocabulary.lines import table_of_lines
 from logitd.model.convert.vocabulary.llama2c import llama2c_tokenizer
 from logitd.model.convert.vocabulary.table import Table, read_merges, table_of
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT
@@ -73,34 +74,6 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
     if _are_ranks(raw):
         return _of_ranks(raw, path)
     return _built(table_of_lines(raw, path), path, skip_normalizer)
-
-
-def table_of_lines(raw: bytes, path: Path) -> Table:
-    """Read a file that has one token per line, either sorted by id or with the id after the token.
-    Raises ConvertError."""
-    try:
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ConvertError(f"{path} is not UTF-8 text: {error}") from error
-    lines = text.removesuffix("\n").split("\n")
-    if len(lines) > 3 and all(re.fullmatch(r"(['\"]).+\1", line) for line in lines):
-        raise ConvertError(
-            f"{path} has its tokens in quotes: write them without quotes, or as a JSON list"
-        )
-    numbered = [line.rsplit(None, 1) if "\t" in line or " " in line else [line] for line in lines]
-    if all(len(parts) == 2 and parts[1].isdecimal() for parts in numbered):
-        texts = {int(number): token for token, number in numbered}
-        if len(texts) == len(lines):
-            return Table(texts=texts, where=str(path))
-    empty = [place for place, line in enumerate(lines) if not line]
-    if len(empty) == 2 and empty[1] == empty[0] + 1:  # one of the characters is a line break
-        lines[empty[0] : empty[1] + 1] = ["\n"]
-    elif empty:
-        raise ConvertError(
-            f"{path}: line {empty[0] + 1} is empty, but each line must be a token: remove empty "
-            "lines, or write the tokens as a JSON list"
-        )
-    return Table(texts=dict(enumerate(lines)), where=str(path))
 
 
 def vocabularies_beside(

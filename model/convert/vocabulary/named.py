@@ -20,7 +20,8 @@ from pathlib import Path
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.source_file import source_bytes, source_json, source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
-from logitd.model.convert.vocabulary.files import table_of_lines, vocabulary_in
+from logitd.model.convert.vocabulary.files import vocabulary_in
+from logitd.model.convert.vocabulary.lines import table_of_lines
 from logitd.model.convert.vocabulary.table import Table, table_of
 from logitd.model.text.published import PUBLISHED, published_tokenizer
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
@@ -115,7 +116,7 @@ def _words(path: Path, first: int, last: int, ids: int) -> ForeignTokenizer:
             f"{path} is neither a JSON list of tokens nor a JSON object that maps tokens to ids"
         )
     shifted = {first + token_id: text for token_id, text in table.texts.items()}
-    table = Table(texts=shifted, where=f"the words of {path}")
+    table = Table(texts=shifted, where=f"the words of {path}", pattern=table.pattern)
     return build_tokenizer(_with_extra(table, first, last))
 
 
@@ -134,7 +135,7 @@ def _with_extra(table: Table, first: int, last: int) -> Table:
     size = max(table.texts) + 1
     extra = {i: f"<|extra_{i}|>" for i in (*range(first), *range(size, size + last))}
     special = frozenset(extra.values())
-    return Table(texts=extra | dict(table.texts), where=table.where, special=special)
+    return replace(table, texts=extra | dict(table.texts), special=special)
 
 
 def _count(options: str, key: str) -> int:

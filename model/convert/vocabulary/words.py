@@ -128,6 +128,7 @@ def word_tokenizer(
     named_special: Collection[str] = (),
     *,
     cut: str | None = None,
+    stored: str | None = None,
     end_of_text: str | None = None,
     added_tokens: Mapping[str, int] | None = None,
     added_flags: Mapping[str, Collection[str]] | None = None,
@@ -136,6 +137,7 @@ def word_tokenizer(
 
     named_special  texts that are special tokens, although they may not look special
     cut            split pattern, if it is known
+    stored         split pattern of the source's vocabulary, which is used if no token is split
     end_of_text    special token that ends a document, if it is known
     added_tokens   texts that are matched before a text is split; `added_flags` are their flags
     """
@@ -148,13 +150,16 @@ def word_tokenizer(
     words = {i: text for i, text in texts.items() if i not in names}
     _refuse_parts(words.values(), where)
     joined = any(text != text.strip() for text in words.values())
+    if cut is None and stored is not None and _leaves_whole(stored, words.values()):
+        cut = stored
     assumed, pattern = "", cut
     if pattern is None:
         pattern = (_joined_cut if joined else _spaced_cut)(words.values(), where)
         shown = pattern if len(pattern) < 60 else f"{pattern[:57]}..."
+        reason = "is not stored" if stored is None else f"{stored!r} splits tokens"
         assumed = (
-            f"the split pattern is not stored; {shown} is assumed (as for re.findall), by which "
-            "each token is one piece; "
+            f"the split pattern {reason}; {shown} is assumed (as for re.findall), by which each "
+            "token is one piece; "
         )
     special = special_names(names, words)
     space = "" if joined else " "
@@ -195,6 +200,13 @@ def _spaced_cut(words: Collection[str], where: str) -> str:
     if several:
         _refuse_ambiguous(words, where)
     return f"{whole_first(several)}{cut}"
+
+
+def _leaves_whole(cut: str, words: Iterable[str]) -> bool:
+    try:
+        return not _torn(cut, words)
+    except re.error:
+        return False
 
 
 def _torn(cut: str, words: Iterable[str]) -> list[str]:

@@ -396,22 +396,61 @@ def test_text_with_other_characters_is_refused_with_advice(tmp_path: Path) -> No
         chosen("characters:nowhere.txt", rows=4)
 
 
-@pytest.mark.parametrize("form", ["lines", "crlf", "list", "object", "numbered"])
+NUMBERED = [
+    *("{word}\t{index}", "{word} {index}", "{word}: {index}", "{word},{index}"),
+    *("{index}\t{word}", "{index} {word}", "{index}: {word}", "{index}, {word}"),
+]
+
+
+@pytest.mark.parametrize("form", ["lines", "crlf", "list", "object", *NUMBERED])
 def test_file_of_words_is_a_vocabulary(form: str, tmp_path: Path) -> None:
+    """Lines with the id in front, or with a comma or a colon, became tokens as a whole."""
     path = tmp_path / ("words.json" if form in ("list", "object") else "words.txt")
+    numbered = [form.format(word=word, index=index) for index, word in enumerate(WORDS)]
     path.write_bytes({
         "lines": "\n".join(WORDS) + "\n",
         "crlf": "\r\n".join(WORDS),
         "list": json.dumps(WORDS),
         "object": json.dumps({word: index for index, word in enumerate(WORDS)}),
-        "numbered": "".join(f"{word}\t{index}\n" for index, word in enumerate(WORDS)),
-    }[form].encode())  # fmt: skip
+    }.get(form, "\n".join(reversed(numbered))).encode())  # fmt: skip
     vocabulary = chosen(f"words:{path}", rows=len(WORDS))
     assert vocabulary.tokenizer.encode("the cat sat") == [0, 1, 2]
     with pytest.raises(ConvertError, match=r"rows .* 9 ids"):
         chosen(f"words:{path}", rows=100)
     more = chosen(f"words:{path},first=1", rows=len(WORDS) + 1)
     assert more.tokenizer.encode("the cat sat") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("form", NUMBERED)
+def test_numbered_characters_may_hold_any_character(form: str, tmp_path: Path) -> None:
+    characters = [*"\n ,.:012ab", "\t"]
+    lines = [form.format(word=character, index=i) for i, character in enumerate(characters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(lines), encoding="utf-8")
+    vocabulary = chosen(str(tmp_path / "vocab.txt"), rows=len(characters))
+    assert vocabulary.tokenizer.encode("".join(characters)) == list(range(len(characters)))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("the 9\ncat 4\nsat 4\n", "several lines have the same one"),
+        ("the 9\ncat 40\nsat 400\n", "398 ids have no text"),
+        ("word,id\nthe,0\ncat,1\nsat,2\n", "except the first, 'word,id': remove it"),
+        ("0 2\n1 0\n2 1\n", "has two numbers in each line"),
+    ],
+)
+def test_numbers_that_are_not_ids_are_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    """Counts of words and the names of columns became parts of the tokens."""
+    (tmp_path / "words.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(ConvertError, match=sentence):
+        chosen(f"words:{tmp_path / 'words.txt'}", rows=3)
+
+
+def test_tokens_that_end_with_numbers_are_words(tmp_path: Path) -> None:
+    notes = [f"{kind}:{pitch}" for kind in ("ON", "OFF") for pitch in range(4)]
+    (tmp_path / "words.txt").write_text("\n".join(notes), encoding="utf-8")
+    vocabulary = chosen(f"words:{tmp_path / 'words.txt'}", rows=8)
+    assert vocabulary.tokenizer.encode("OFF:0 ON:3") == [4, 3]
 
 
 def test_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ BOOK = ["Hello", "--", "self-made", ",", ".", "_", "'", "s", "<|endoftext|>", "<
 BOOK_CUT = r"([,.:;?_!\"()']|--|\s)"
 
 
-def of(words: list[str], **more: Any) -> ForeignTokenizer:
+def of(words: list[str], pattern: str = "", **more: Any) -> ForeignTokenizer:
+    contents = {"itos": words, "pattern": pattern}
     return choose_vocabulary(
-        None, contents={"itos": words}, folder=Path("nowhere"), facts={}, rows=len(words), **more
+        None, contents=contents, folder=Path("nowhere"), facts={}, rows=len(words), **more
     )
 
 
@@ -71,6 +72,22 @@ def test_books_word_pattern_is_read(text: str) -> None:
     tokenizer = of(BOOK).tokenizer
     assert tokenizer.encode(text) == list(map(BOOK.index, pieces))
     assert tokenizer.end_of_text == 8
+
+
+@pytest.mark.parametrize("pattern", [r"\w+|[^\w\s]+", r"[\w'-]+|[^\w\s]"])
+@given(st.lists(st.sampled_from(["it's", "state-of", "10", "a", "--", "...", ",", " "])))
+def test_stored_pattern_is_used(pattern: str, parts: list[str]) -> None:
+    """Another pattern was assumed, and the note said that none was stored."""
+    text = "".join([*parts, "the"])
+    words = sorted({*re.findall(pattern, text), "a", "the"})
+    vocabulary = of(words, pattern)
+    assert vocabulary.tokenizer.encode(text) == [*map(words.index, re.findall(pattern, text))]
+    assert "assumed" not in " ".join(vocabulary.notes)
+
+
+def test_stored_pattern_that_splits_tokens_is_noted() -> None:
+    notes = " ".join(of(BOOK, BOOK_CUT).notes)
+    assert f"the split pattern {BOOK_CUT!r} splits tokens; " in notes
 
 
 def test_assumptions_are_noted() -> None:
