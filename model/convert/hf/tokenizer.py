@@ -330,15 +330,24 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
     if isinstance(processor, dict) and kind == "Sequence":
         for each in member(processor, "processors", list, f"post_processor of {path}"):
             yield from _processor_notes(each, path)
-    elif kind in AROUND:
+    elif kind in AROUND and _adds_tokens(processor):
         yield (
             f"the source adds special tokens to each text ({kind}), but logitd does not: put "
             "their ids into the prompt if the model needs them"
         )
-    elif kind not in (None, "ByteLevel"):
+    elif kind not in (None, "ByteLevel", *AROUND):
         raise ConvertError(
             f"{path}: post_processor is {kind!r:.60}, which may change the ids; it is not supported"
         )
+
+
+def _adds_tokens(processor: Mapping[str, Any]) -> bool:
+    """False for a template that has only the text, as transformers writes for a tokenizer without
+    special tokens."""
+    single = processor.get("single")
+    return not isinstance(single, list) or any(
+        isinstance(piece, dict) and "SpecialToken" in piece for piece in single
+    )
 
 
 def _try(

@@ -15,7 +15,7 @@ import transformers
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.hf.added import with_ends
@@ -302,6 +302,15 @@ def test_tokens_around_a_text_are_noted(files: Any, note: str, tmp_path: Path) -
     write_files(tmp_path, **files | {"tokenizer": document(tmp_path) | files.get("tokenizer", {})})
     (said,) = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False).notes
     assert re.search(note, said)
+
+
+@pytest.mark.parametrize("template", ["$A", "[CLS] $A"])
+def test_template_is_noted_only_if_it_adds_tokens(template: str, tmp_path: Path) -> None:
+    """transformers writes a template that adds nothing for a tokenizer without special tokens."""
+    processor = processors.TemplateProcessing(single=template, special_tokens=[("[CLS]", 0)])
+    state = json.loads(processor.__getstate__())
+    notes = read_document({**document(tmp_path), "post_processor": state}, tmp_path).notes
+    assert len(notes) == ("[CLS]" in template)
 
 
 def test_many_added_tokens_take_seconds(tmp_path: Path) -> None:
