@@ -133,27 +133,29 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
 
 
 def require_roles(tensors: MappedTensors, how: Computation) -> None:
-    """Raise ConvertError if a tensor is not used although only its shape shows its role, or
-    although it is a norm that a training has changed. `build` accepts this, so that a search can
-    compare a computation without the tensor."""
-    table, norm = tensors.map.name("positions"), tensors.map.name("final_norm")
-    last = module_name(norm)[-1] if norm else ""
-    unused = ""
-    if how.positions != "learned" and table and not words.names_positions(table):
-        unused = f"positions is {how.positions}, but then {table}"
-    if not how.final_norm and norm:
-        if not words.matches(words.FINAL_NORM, last):
-            unused = f"final_norm is false, but then {norm}"
-        elif is_trained(tensors, "final_norm"):
-            unused = f"final_norm is false, but then {norm}, which a training has changed,"
-    if how.qk_norm == "none" and is_trained(tensors, "query_norm", "key_norm"):
-        query = tensors.map.name("query_norm")
-        unused = f"qk_norm is none, but then {query}, which a training has changed,"
-    if unused:
+    """Raise ConvertError if the computation leaves out a tensor whose role it could use. `build`
+    accepts this, so that a search can compare a computation without the tensor."""
+    for unused in _left_out(tensors, how):
         raise ConvertError(
             f"{tensors.where}: {unused} has no role. If it changes no logit, ignore it with --map; "
             "otherwise serve the owner's class with --code FILE:NAME --run-code"
         )
+
+
+def _left_out(tensors: MappedTensors, how: Computation) -> Iterator[str]:
+    """The tensors that `how` leaves out, except norms that are known by their name and that no
+    training has changed."""
+    table, norm = tensors.map.name("positions"), tensors.map.name("final_norm")
+    if how.positions != "learned" and table:
+        yield f"positions is {how.positions}, but then {table}"
+    if not how.final_norm and norm:
+        if not words.matches(words.FINAL_NORM, module_name(norm)[-1]):
+            yield f"final_norm is false, but then {norm}"
+        elif is_trained(tensors, "final_norm"):
+            yield f"final_norm is false, but then {norm}, which a training has changed,"
+    if how.qk_norm != "learned" and is_trained(tensors, "query_norm", "key_norm"):
+        query = tensors.map.name("query_norm")
+        yield f"qk_norm is {how.qk_norm}, but then {query}, which a training has changed,"
 
 
 def is_trained(tensors: MappedTensors, *norms: Role) -> bool:

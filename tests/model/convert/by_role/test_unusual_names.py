@@ -179,14 +179,16 @@ def test_embedding_and_head_are_not_exchanged(embedding: str, head: str) -> None
     ("name", "shape", "how", "field"),
     [
         ("registers", (4, WIDTH), {"positions": "rotary"}, "positions is rotary"),
+        ("wpe.weight", (64, WIDTH), {"positions": "rotary"}, "positions is rotary"),
         ("ln0.weight", (WIDTH,), {"final_norm": False}, "final_norm is false"),
     ],
 )
-def test_tensor_recognized_by_its_shape_is_not_dropped(
+def test_recognized_tensor_is_not_dropped(
     name: str, shape: tuple[int, ...], how: Mapping[str, Any], field: str
 ) -> None:
     """Four registers became a table of positions; a model with rotary positions then left them
-    out, and kept a context of 4 positions."""
+    out, and kept a context of 4 positions. A model that adds a table and also rotates lost the
+    table."""
     tensors = {
         "wte.weight": torch.rand(ROWS, WIDTH),
         name: torch.rand(shape),
@@ -204,8 +206,10 @@ def test_tensor_recognized_by_its_shape_is_not_dropped(
         (("norm",), WIDTH, {"final_norm": False, "norm_position": "post"}),
         (("h.0.sa.q_norm", "h.0.sa.k_norm", "h.1.sa.q_norm", "h.1.sa.k_norm"), 8,
          {"qk_norm": "none"}),
+        (("h.0.sa.q_norm", "h.0.sa.k_norm", "h.1.sa.q_norm", "h.1.sa.k_norm"), 8,
+         {"qk_norm": "unit"}),
     ],
-    ids=["final_norm", "qk_norm"],
+    ids=["final_norm", "qk_norm", "unit"],
 )  # fmt: skip
 def test_trained_norm_is_not_dropped(
     names: tuple[str, ...], width: int, how: Mapping[str, Any]
