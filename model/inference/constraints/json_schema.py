@@ -46,6 +46,9 @@ ANNOTATIONS = {
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords whose value maps names to schemas."""
 
+TYPES = ("string", "number", "object", "array", "boolean", "null")
+GIVEN = {"enum", "const", "anyOf", "allOf", "oneOf", "$ref"}
+"""Keywords that list values, or refer to other schemas."""
 CHOOSES = ("$ref", "anyOf", "oneOf")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
@@ -134,7 +137,28 @@ def _on_multiples(schema: dict[str, Any]) -> dict[str, Any]:
             result["maximum"] = _above(high, multiple)
     for key in ("minimum", "maximum"):
         _check_number(key, result.get(key, 0))
-    return result
+    around_zero = (low is None or low < 0) and (high is None or high > 0)
+    return _split_at_zero(result, multiple) if around_zero else result
+
+
+def _split_at_zero(schema: dict[str, Any], step: Fraction) -> dict[str, Any]:
+    """Divide the numbers of a schema into those below 0 and the others if the step has two decimals
+    or more. In a range around 0, the compiler misses negative multiples with fewer decimals: -0.5
+    among the multiples of 0.25."""
+    types = schema.get("type", TYPES)
+    types = (types,) if isinstance(types, str) else types
+    decimals = -_exponent(_decimal(step))
+    finer = decimals > 1 and step * 10**decimals > 1
+    if not finer or "number" not in types or not GIVEN.isdisjoint(schema):
+        return schema
+    numbers = {key: schema[key] for key in (*BOUNDS, "multipleOf") if key in schema}
+    outside = {key: value for key, value in schema.items() if key in ANNOTATIONS}
+    others = {key: value for key, value in schema.items() if key not in numbers | outside}
+    numbers["type"] = "number"
+    parts = [{**numbers, "maximum": _above(-1, step)}, {**numbers, "minimum": 0}]
+    if rest := [name for name in types if name not in ("number", "integer")]:
+        parts.append({**others, "type": rest})
+    return {**outside, "anyOf": parts}
 
 
 def _above(factor: int, step: Fraction) -> float:

@@ -295,8 +295,8 @@ def test_bounds_of_a_range_belong_to_it_unless_exclusive(
 
 @settings(max_examples=examples(1000, fast=60))
 @given(
-    step=st.sampled_from(["0.1", "0.01", "0.5", "0.25", "0.3", "1.5", "2", "7"]),
-    low=st.decimals(-20, 20, places=2),
+    step=st.sampled_from(["0.1", "0.01", "0.5", "0.25", "0.125", "0.15", "0.3", "1.5", "2", "7"]),
+    low=st.decimals(-20, 20, places=2) | st.decimals(-2, 0, places=2),
     width=st.decimals(0, 2, places=2),
     names=st.tuples(
         st.sampled_from(["minimum", "exclusiveMinimum"]),
@@ -307,11 +307,13 @@ def test_bounds_of_a_range_belong_to_it_unless_exclusive(
 @example(step="0.1", low=Decimal("0.01"), width=Decimal("0.56"), names=BOUNDS[:2], of="number")
 @example(step="0.1", low=Decimal("1.1"), width=Decimal("0.1"), names=BOUNDS[:2], of="number")
 @example(step="0.25", low=Decimal("27.7"), width=Decimal(5), names=BOUNDS[:2], of="number")
+@example(step="0.25", low=Decimal(-1), width=Decimal(2), names=BOUNDS[:2], of="number")
 @example(step="0.5", low=Decimal(0), width=Decimal("0.5"), names=BOUNDS[2:], of="integer")
 def test_multiples_of_a_range_are_exactly_those_between_its_bounds(
     step: str, low: Decimal, width: Decimal, names: tuple[str, str], of: str
 ) -> None:
-    """llguidance 1.9.1 misses 0.5 among the multiples of 0.1 up to 0.57."""
+    """llguidance 1.9.1 misses 0.5 among the multiples of 0.1 up to 0.57, and -0.5 among those of
+    0.25 from -1 to 1."""
     high, multiple = low + width, Decimal(step)
     schema = {names[0]: float(low), names[1]: float(high), "multipleOf": float(step)}
     validator = jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
@@ -325,9 +327,29 @@ def test_multiples_of_a_range_are_exactly_those_between_its_bounds(
         assert not valid
         return
     for number in near:
-        spellings = {f"{number:.{places}f}" for places in range(3)}
+        spellings = {f"{number:.{places}f}" for places in range(4)}
         taken = any(takes(constraint, one) for one in spellings if Decimal(one) == number)
         assert taken == (number in valid)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"multipleOf": 0.25},
+        {"type": ["number", "null"], "multipleOf": 0.25, "minimum": -3},
+        {"allOf": [{"type": "number", "minimum": -3}, {"multipleOf": 0.25}]},
+        {"type": "array", "items": {"$ref": "#/$defs/x"},
+         "$defs": {"x": {"title": "x", "type": "number", "multipleOf": 0.25}}},
+    ],
+)  # fmt: skip
+def test_multiples_on_both_sides_of_zero_are_taken(schema: dict[str, Any]) -> None:
+    constraint = COMPILER.compile(Source("json_schema", json.dumps(schema)))
+    form = "[{}]" if schema.get("type") == "array" else "{}"
+    for number in ("-2.00", "-0.75", "-0.50", "-0.25", "0.00", "0.50", "2.00"):
+        assert takes(constraint, form.format(number))
+    assert not takes(constraint, form.format("-0.30"))
+    if schema.get("type") in (None, ["number", "null"]) and "allOf" not in schema:
+        assert takes(constraint, "null")
 
 
 def test_range_of_one_number_has_that_number() -> None:
