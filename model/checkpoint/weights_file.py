@@ -44,6 +44,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U64": torch.uint64,
     "I64": torch.int64,
     "F64": torch.float64,
+    "C64": torch.complex64,
 }
 
 

@@ -59,6 +59,7 @@ from logitd.model.owner_code.connection import (
     compare,
     measure,
     request_to_repeat,
+    storable,
     write_sources,
 )
 from logitd.model.owner_code.process.build import Request
@@ -330,7 +331,7 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
 
 def _weights(file: StateFile, dtype: DTypeName) -> tuple[dict[str, Tensor], torch.dtype]:
     """The tensors, and the dtype in which those of floating-point numbers are stored."""
-    weights = {name: t.clone() for name, t in file.tensors.items() if not t.is_complex()}
+    weights = {name: storable(tensor) for name, tensor in file.tensors.items()}
     if dtype != "auto":
         return weights, getattr(torch, dtype)
     return weights, common_dtype({t.dtype for t in weights.values() if t.is_floating_point()})

@@ -232,16 +232,18 @@ def measure(
         return process.receive(START_SECONDS)[0]
 
 
+def storable(tensor: Tensor) -> Tensor:
+    """A copy that safetensors can store: it has complex numbers of 32-bit floats only."""
+    copy = tensor.to(torch.complex64) if tensor.is_complex() else tensor.clone()
+    return copy.contiguous()
+
+
 @contextmanager
 def _running_job(name: str, job: Job, weights: Mapping[str, Tensor]) -> Iterator[CodeProcess]:
-    real = {
-        name: tensor.clone().contiguous()
-        for name, tensor in weights.items()
-        if not tensor.is_complex()
-    }
+    own = {name: storable(tensor) for name, tensor in weights.items()}
     scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
     try:
-        save_file(real, Path(scratch.name) / WEIGHTS)
+        save_file(own, Path(scratch.name) / WEIGHTS)
     except (OSError, SafetensorError) as error:
         scratch.cleanup()
         raise CodeError(

@@ -94,4 +94,5 @@ def is_weight(name: str, tensor: Tensor) -> bool:
     marks = ("mask", "tril", "cos", "sin", "freq", "position_ids", "rope")
     if tensor.dim() == 4 and last == "bias":
         return False
-    return tensor.is_floating_point() and not any(mark in last for mark in marks)
+    learned = tensor.is_floating_point() or tensor.is_complex()
+    return learned and not any(mark in last for mark in marks)

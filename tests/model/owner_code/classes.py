@@ -250,6 +250,18 @@ class Routed(Recurrent):
         return super().forward(self.route[ids])
 
 
+class Turned(Recurrent):
+    """A GRU with complex parameters, which turn the embedding."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.turn = nn.Parameter(torch.randn(WIDTH // 2, dtype=torch.complex64))
+
+    def forward(self, ids):
+        pairs = torch.view_as_complex(self.embed(ids).unflatten(-1, (-1, 2)))
+        return self.head(self.gru(torch.view_as_real(pairs * self.turn).flatten(-2))[0])
+
+
 class Drawn(Recurrent):
     """A GRU whose logits have a factor that each instance draws."""
 

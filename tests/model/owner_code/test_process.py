@@ -90,11 +90,13 @@ def test_call_by_an_expression_is_served(tmp_path: Path) -> None:
     assert torch.allclose(logits, made("Recurrent")(torch.tensor([[1, 2, 3]]))[0], atol=1e-5)
 
 
-def test_tables_of_integers_are_stored(tmp_path: Path) -> None:
-    """They were dropped, and the class drew others."""
-    with LLM(imported("Routed", tmp_path, seed=5), run_code=True) as llm:
+@pytest.mark.parametrize("kind", ["Routed", "Turned"])
+def test_integers_and_complex_numbers_are_stored(kind: str, tmp_path: Path) -> None:
+    """Tables of integers were dropped, and the class drew others. Complex parameters were
+    refused as missing."""
+    with LLM(imported(kind, tmp_path, seed=5), run_code=True) as llm:
         logits = torch.from_numpy(llm.logits([1, 2, 3]))
-    assert torch.allclose(logits, made("Routed", 5)(torch.tensor([[1, 2, 3]]))[0], atol=1e-5)
+    assert torch.allclose(logits, made(kind, 5)(torch.tensor([[1, 2, 3]]))[0], atol=1e-5)
 
 
 def test_class_that_draws_what_it_does_not_store_is_refused(tmp_path: Path) -> None:
