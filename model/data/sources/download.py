@@ -18,6 +18,7 @@ from typing import IO, Any
 import httpx
 
 from logitd.model.data.errors import DataError
+from logitd.model.data.sources.files import BY_NAME
 from logitd.model.files import whole_file
 
 MB = 1_000_000
@@ -95,6 +96,21 @@ def _checked(url: str) -> httpx.URL:
     return address
 
 
+def _check_type(address: httpx.URL, final: httpx.URL) -> None:
+    """Raise DataError if redirects led to a type of file that the address does not name."""
+    named, found = (_type(url.path) for url in (address, final))
+    if found and found != named:
+        raise DataError(
+            f"{address} leads to {final}, a file of type {found}, which the name does not show: "
+            "name that address, or download the file and name it with --data"
+        )
+
+
+def _type(name: str) -> str:
+    suffix = Path(name.lower().removesuffix(".gz")).suffix
+    return suffix if suffix in BY_NAME or suffix == ".json" else ""
+
+
 def _fetch(address: httpx.URL, path: Path, limit: int, report: Report) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +134,7 @@ def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> 
     with client, client.stream("GET", address) as reply:
         if reply.status_code != 200:
             raise DataError(f"{reply.url} answered {reply.status_code} {reply.reason_phrase}")
+        _check_type(address, reply.url)
         length = reply.headers.get("content-length", "")
         encoding = reply.headers.get("content-encoding", "identity").lower()
         if encoding not in ("identity", *GZIP_ENCODINGS):

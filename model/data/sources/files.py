@@ -65,6 +65,8 @@ def named_files(name: str) -> list[Path]:
     else:
         below = [Path(match) for match in glob.glob(name, recursive=True)]
         missing = f"{name} is not a file, a folder or a glob that matches a file"
+    if lost := next((file for file in below if not file.exists()), None):
+        raise DataError(f"{lost} is a link to a file that does not exist: fetch it, or remove it")
     if not (files := [file for file in below if file.is_file()]):
         raise DataError(missing)
     return sorted(files)
@@ -72,9 +74,13 @@ def named_files(name: str) -> list[Path]:
 
 def _below(folder: Path) -> Iterator[Path]:
     """The files below a folder, except for hidden ones. Links to folders are followed, as in a
-    glob, and each folder is read once."""
+    glob, and each folder is read once. Raises DataError for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror or error}")
+
     seen = set()
-    for path, folders, names in os.walk(folder, followlinks=True):
+    for path, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         if (real := os.path.realpath(path)) in seen:
             folders.clear()
             continue

@@ -36,13 +36,14 @@ def open_text(
     data: Sequence[str] = (),
     options: ReadOptions = AS_USUAL,
     *,
-    licence: str = "not stated",
+    licence: str | None = None,
     report: Report = lambda event: None,
 ) -> Text:
     """Open the text that `data` names. Addresses are downloaded now; files are read later. Raises
     DataError.
 
-    licence  license of all texts except the built-in one, for the checkpoint's card
+    licence  license of all texts except the built-in one, for the checkpoint's card; None if it is
+             not stated
     """
     text_field, split_at = options.text_field, options.split_at
     words = list(dict.fromkeys(data)) or [PYTHON]
@@ -55,8 +56,14 @@ def open_text(
     name = ", ".join(words[:3]) + (f" and {len(words) - 3} more" if len(words) > 3 else "")
     built_in = [python_text(Path(sysconfig.get_path("stdlib")))] if PYTHON in words else []
     unchanged = (text_field or "text", split_at) == ("text", None)
-    if built_in and len(words) == 1 and unchanged:
-        return built_in[0]
+    if built_in and len(words) == 1:
+        if licence is not None:
+            raise DataError(
+                f"--data-licence is {licence!r}, but the license of {PYTHON} is known: remove it"
+            )
+        if unchanged:
+            return built_in[0]
+    stated = licence or "not stated"
     addresses = [word for word in words if is_address(word)]
     others = [word for word in words if word != PYTHON and not is_address(word)]
     files = each_once(file for word in others for file in _files(word))
@@ -72,7 +79,7 @@ def open_text(
                 f"{name}: shards (*{SHARD}) and text ({[*texts, PYTHON][0]}) cannot be trained on "
                 "together: tokenize all of the text in one run, or name only shards"
             )
-        return Text(name=name, licence=licence, documents=(), shards=files)
+        return Text(name=name, licence=stated, documents=(), shards=files)
     downloads = [download(url, max_mb=options.max_download_mb, report=report) for url in addresses]
     paths = [*files, *(file.path for file in downloads)]
     if text_field not in ("text", "") and not any(map(holds_records, paths)):
@@ -89,7 +96,7 @@ def open_text(
         documents = Documents(partial(split_documents, documents, split_at))
     if next(iter(documents), None) is None:
         raise DataError(f"{name}: all of the {len(paths)} files are empty")
-    licences = [*(text.licence for text in built_in), *([licence] if paths else [])]
+    licences = [*(text.licence for text in built_in), *([stated] if paths else [])]
     return Text(
         name=name,
         licence="; ".join(dict.fromkeys(licences)),

@@ -139,6 +139,11 @@ def parquet_documents(path: Path, name: str, field: str | None) -> Iterator[Docu
                     number += 1
                     where = f"{name}, row {number}"
                     yield from _document(where, _text(where, column, text))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: a row near row {number + 1} has text in {column!r} that is not UTF-8: write "
+            "the file again with text that is valid UTF-8"
+        ) from error
     except (OSError, arrow.ArrowException) as error:
         raise DataError(f"{name} cannot be read as Parquet: {error}") from error
 

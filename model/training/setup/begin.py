@@ -287,7 +287,7 @@ def _open_text(config: TrainingConfig, report: EventHandler) -> Text:
     return open_text(
         config.data,
         ReadOptions.of(config),
-        licence=config.data_licence or "not stated",
+        licence=config.data_licence,
         report=report,
     )
 

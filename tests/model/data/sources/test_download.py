@@ -43,6 +43,8 @@ class Handler(BaseHTTPRequestHandler):
             "/story.txt": (200, raw, {}),
             "/unannounced.txt": (200, raw, {"content-length": None}),
             "/moved.txt": (302, b"", {"location": "/story.txt"}),
+            "/latest": (302, b"", {"location": "/table.csv?id=1"}),
+            "/table.csv": (200, b"text\none\n", {}),
             "/circle.txt": (302, b"", {"location": "/circle.txt"}),
             "/ftp.txt": (302, b"", {"location": "ftp://127.0.0.1/story.txt"}),
             "/cut.txt": (200, raw, {"content-length": len(raw) + 5}),
@@ -166,6 +168,10 @@ def test_downloaded_compressed_file_keeps_its_suffix(server: Server) -> None:
     [
         ("/nothing.txt", "answered 404 Not Found"),
         ("/circle.txt", "TooManyRedirects"),
+        (
+            "/latest",
+            r"leads to \S+/table\.csv\?id=1, a file of type \.csv, which the name",
+        ),
         ("/ftp.txt", "UnsupportedProtocol"),
         ("/cut.txt", "RemoteProtocolError"),
         ("/part.txt", "incomplete gzip"),

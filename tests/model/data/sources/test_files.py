@@ -44,6 +44,21 @@ def test_linked_folder_is_read_once(tmp_path: Path) -> None:
     assert named_files(str(folder)) == [folder / "link" / "a.txt"]
 
 
+def test_missing_and_unreadable_parts_of_a_folder_are_refused(tmp_path: Path) -> None:
+    """They were left out of the text."""
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    for word in (str(tmp_path), str(tmp_path / "*.txt")):
+        with pytest.raises(DataError, match=r"b\.txt is a link to a file that does not exist"):
+            named_files(word)
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "closed").mkdir(mode=0o000)
+    if os.access(tmp_path / "closed", os.R_OK):
+        pytest.skip("this user may read every folder")
+    with pytest.raises(DataError, match=r"closed cannot be read: Permission denied"):
+        named_files(str(tmp_path))
+
+
 def test_word_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a file, a folder or a glob that matches"):
         named_files(str(tmp_path / "*.txt"))

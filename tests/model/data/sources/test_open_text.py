@@ -15,7 +15,7 @@ from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.sources.read_options import ReadOptions
 
 
-def open_words(*words: str | Path, licence: str = "not stated", **options: Any) -> Text:
+def open_words(*words: str | Path, licence: str | None = None, **options: Any) -> Text:
     return open_text(tuple(map(str, words)), ReadOptions(**options), licence=licence)
 
 
@@ -54,6 +54,7 @@ def test_default_is_the_text_of_python() -> None:
     ("word", "options", "message"),
     [
         ("builtin:", {}, "builtin: .*builtin:python"),
+        ("builtin:python", {"licence": "CC0"}, "--data-licence is 'CC0', .*: remove it"),
         ("builtin:Python", {}, "builtin:Python .*builtin:python"),
         ("ftp://host/a", {}, "ftp://host/a is neither an http nor an https address"),
         ("a.txt,empty", {}, "a.txt,empty is not a file.*: to name several, repeat --data"),

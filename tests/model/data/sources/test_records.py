@@ -227,6 +227,15 @@ def test_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str) -> 
     assert names[:4] == ["a, row 1", "a, row 2", "a, row 4", "a, row 5"]
 
 
+def test_parquet_text_that_is_not_utf8_is_refused_by_its_row(arrow: Any, tmp_path: Path) -> None:
+    """The message advised to convert the Parquet file with iconv."""
+    raw = arrow.array([b"one", b"tw\xff"], arrow.binary())
+    text = arrow.StringArray.from_buffers(2, *raw.buffers()[1:])
+    arrow.parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"row near row 1 .*'text' that is not UTF-8: write the"):
+        texts(tmp_path / "a.parquet")
+
+
 def test_parquet_is_read_one_row_group_at_a_time(arrow: Any, tmp_path: Path) -> None:
     """A damaged second group raises an error only after the first group has been read."""
     rows = [f"{number} " + "x" * 1000 for number in range(20)]
