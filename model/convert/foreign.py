@@ -70,6 +70,7 @@ class ForeignTokenizer:
     end_known      True if the source names the token that ends a document; False if the token is a
                    guess
     where          place of the vocabulary, for messages
+    listed         True if the ids are places in a list, which does not say that the first id is 0
     """
 
     tokenizer: Tokenizer
@@ -78,6 +79,7 @@ class ForeignTokenizer:
     chat_template: str | None = None
     end_known: bool = False
     where: str = ""
+    listed: bool = False
 
     @property
     def source_ids(self) -> Sequence[int]:

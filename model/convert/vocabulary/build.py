@@ -35,7 +35,8 @@ from logitd.model.convert.vocabulary.words import (
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
     """Build a tokenizer from a table, with notes about assumptions. Raises ConvertError."""
     table = replace(table, texts=checked(table.texts, table.where))
-    return replace(_built(table, skip_normalizer), where=table.where)
+    listed = table.listed and table.strings is None
+    return replace(_built(table, skip_normalizer), where=table.where, listed=listed)
 
 
 def _built(table: Table, skip_normalizer: bool) -> ForeignTokenizer:

@@ -7,8 +7,9 @@ disagree, the user must choose. The first note names the source of the chosen vo
 A vocabulary may not have more ids than the embedding has rows. It may have fewer ids in two cases:
 the other rows may be padding (to a multiple of 8, 16, 32, 64 or 128, or at most 2 % of the rows),
 or the model's settings state this number of ids. Any other vocabulary is refused, because it is
-probably damaged or belongs to another model. The user can allow one with fewer ids than rows
-(--unused-rows).
+probably damaged or belongs to another model. Padding is not assumed for a list of tokens, because
+its first id may be 1, unless its name is `itos` or similar. The user can allow a vocabulary with
+fewer ids than rows (--unused-rows).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -188,7 +189,16 @@ def _misfit(candidate: ForeignTokenizer, model: _Rows) -> str | None:
             f"up to {size - 1:,}: they do not belong together. Name the right one with "
             "--tokenizer, or 'none' to import the model without a vocabulary"
         )
-    if model.unused_rows or _is_padding(size, rows, PADDED_TO) or size in model.stated:
+    if model.unused_rows or size in {rows, *model.stated}:
+        return None
+    padded = _is_padding(size, rows, PADDED_TO)
+    if padded and candidate.listed:
+        return (
+            f"the model has {rows:,} rows of the embedding, but the vocabulary ({where}) is a list "
+            f"of {size:,} tokens, so its first id may not be 0. Name a file that states the ids "
+            "with --tokenizer, or allow the difference with --unused-rows if the first id is 0"
+        )
+    if padded:
         return None
     return (
         f"the model has {rows:,} rows of the embedding, but the vocabulary ({where}) {size:,} ids: "

@@ -123,7 +123,7 @@ def _sorted_characters(path: Path) -> Iterator[ForeignTokenizer]:
     text = source_text(path).removeprefix("\ufeff")
     if all(len(line) <= 1 for line in text.split("\n")):
         texts = dict(enumerate(sorted(set(text))))
-        yield build_tokenizer(Table(texts=texts, where=f"characters:{path}"))
+        yield build_tokenizer(Table(texts=texts, where=f"characters:{path}", listed=True))
 
 
 def text_of_characters(folder: Path, count: int) -> Path | None:

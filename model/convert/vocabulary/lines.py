@@ -36,7 +36,7 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
             f"{path}: line {empty[0] + 1} is empty, but each line must be a token: remove empty "
             f"lines, or {AS_JSON}"
         )
-    return Table(texts=dict(enumerate(lines)), where=str(path))
+    return Table(texts=dict(enumerate(lines)), where=str(path), listed=True)
 
 
 def _numbered(text: str, path: Path) -> dict[int, str] | None:

@@ -47,6 +47,7 @@ class Table:
     pattern  split pattern, if it is stored
     special  names that the source lists as special tokens
     ranked   True if the texts are byte sequences and their ids are tiktoken's ranks
+    listed   True if the ids are places in a list, which does not say that the first id is 0
     """
 
     texts: Texts
@@ -56,6 +57,7 @@ class Table:
     pattern: str | None = None
     special: frozenset[str] = frozenset()
     ranked: bool = False
+    listed: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class _Entry:
     texts: Texts
     ordered: bool
     name: str = ""
+
+    @property
+    def listed(self) -> bool:
+        """True for a list that is not named after its index, as `itos` is."""
+        return not self.ordered and _DIRECTED.fullmatch(self.name) is None
 
 
 def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
@@ -83,6 +90,12 @@ def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
     texts: dict[int, Text] = {i: name for name, i in special.items() if i is not None}
     label = "'merges'"
     if chosen is not None:
+        for token_id, name in texts.items():
+            if (other := chosen.texts.get(token_id, name)) != name:
+                raise ConvertError(
+                    f"{where}: the special token {name!r} and {other!r} of {chosen.label} have the "
+                    f"same id, {token_id}: name a file that states all ids with --tokenizer"
+                )
         texts, label = texts | dict(chosen.texts), chosen.label
     patterns = (p for key in _PATTERNS if isinstance(p := container.get(key), str) and p)
     return Table(
@@ -93,6 +106,7 @@ def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
         pattern=next(patterns, None),
         special=frozenset(special),
         ranked=any(entry.ordered and entry.name in _RANKS for entry in entries),
+        listed=chosen is not None and chosen.listed and not merges,
     )
 
 
@@ -112,8 +126,9 @@ def table_of(value: Any, where: str) -> Table | None:
             (label, _by_direction(each, where)) for label, each in zip(labels, value, strict=True)
         ]
         entry = _agreed([_Entry(label, part, True) for label, part in parts if part], where)
-        texts = None if entry is None else entry.texts
-    return None if texts is None else Table(texts=texts, where=where)
+        return None if entry is None else Table(texts=entry.texts, where=where)
+    listed = not isinstance(value, Mapping)
+    return None if texts is None else Table(texts=texts, where=where, listed=listed)
 
 
 def _entry(key: Any, value: Any, where: str) -> _Entry | None:

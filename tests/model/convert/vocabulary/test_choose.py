@@ -271,6 +271,19 @@ def test_rows_beyond_the_ids_are_padding(ids: int, rows: int, settings: Any) -> 
     assert vocabulary.tokenizer.vocab_size == ids
 
 
+@pytest.mark.parametrize("key", ["chars", "vocab"])
+def test_list_without_ids_may_not_begin_at_zero(key: str) -> None:
+    """The characters of a source whose id 0 is padding got the ids of their neighbors."""
+    characters = [chr(0x20000 + index) for index in range(65)]
+    for rows in (66, 72):
+        with pytest.raises(ConvertError, match=r"is a list of 65 tokens, so its first id may not"):
+            chosen(contents={key: characters, "config": {"vocab_size": 66}}, rows=rows)
+    stated = chosen(contents={key: characters, "config": {"vocab_size": 65}}, rows=72)
+    assert stated.tokenizer.encode(characters[7]) == [7]
+    with pytest.raises(ConvertError, match=r"the special token '<pad>' and .* the same id, 0"):
+        chosen(contents={key: characters, "special_tokens": {"<pad>": 0}}, rows=65)
+
+
 @pytest.mark.parametrize(
     ("ids", "rows", "sentence"),
     [
