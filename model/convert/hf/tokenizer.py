@@ -20,10 +20,11 @@ import regex
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
 from logitd.model.convert.hf.added import AddedVocabulary, read_added
 from logitd.model.convert.hf.dialect import from_oniguruma
+from logitd.model.convert.hf.folder import CONFIG
 from logitd.model.convert.hf.merges import last_pair, merge_piece, unwritten, written
-from logitd.model.convert.hf.special_tokens import require_members
+from logitd.model.convert.hf.special_tokens import TOKENIZER_CONFIG, require_members
 from logitd.model.convert.probe import probe_text
-from logitd.model.convert.source_file import member, source_object
+from logitd.model.convert.source_file import member, object_beside, source_object
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT, with_all_bytes, word_tokenizer
 from logitd.model.text.pieces import WORDS_AND_MARKS
 from logitd.model.text.tokenizer import CHARACTERS, END_OF_TEXT, Tokenizer
@@ -66,6 +67,12 @@ QWEN2_PATTERN = (
 )
 """Split pattern of Qwen2's tokenizer. Llama 3's pattern differs only in that it keeps up to three
 digits together."""
+PATTERNS = {
+    "GPT2Tokenizer": GPT2_PATTERN,
+    "GPTNeoXTokenizer": GPT2_PATTERN,
+    "Qwen2Tokenizer": QWEN2_PATTERN,
+}
+"""Split patterns of these classes in transformers 5, which ignores those of `tokenizer.json`."""
 
 
 def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
@@ -75,6 +82,15 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
     return tokenizer_of_document(
         document, path, skip_normalizer=skip_normalizer, folder=path.parent
     )
+
+
+def tokenizer_class(folder: Path) -> str | None:
+    """The class of the tokenizer that transformers 5 chooses in a folder, without the ending
+    "Fast"; None if the folder states none."""
+    if object_beside(folder, CONFIG).get("model_type") == "qwen2":
+        return "Qwen2Tokenizer"
+    stated = object_beside(folder, TOKENIZER_CONFIG).get("tokenizer_class")
+    return stated.removesuffix("Fast") if isinstance(stated, str) else None
 
 
 def tokenizer_of_document(
@@ -99,6 +115,12 @@ def tokenizer_of_document(
         words, assumed = _word_level_tokenizer(document, vocabulary, path, added)
         return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
     pattern = _pattern(document, path)
+    stated = None if folder is None else tokenizer_class(folder)
+    if PATTERNS.get(stated or "", pattern) != pattern:
+        notes.append(
+            f"texts are split by the pattern of {path.name}, as in transformers 4; transformers 5 "
+            f"uses that of {stated} instead, so it gives other ids"
+        )
     met = added.ordinary.keys() & merged
     ranks = _ordinary(vocabulary, added.ids.keys() - met, path)
     apart = {name: token_id for name, token_id in added.ids.items() if name not in met}

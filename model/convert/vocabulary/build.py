@@ -14,7 +14,11 @@ from pathlib import Path
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
-from logitd.model.convert.hf.tokenizer import tokenizer_of_document
+from logitd.model.convert.hf.tokenizer import (
+    QWEN2_PATTERN,
+    tokenizer_class,
+    tokenizer_of_document,
+)
 from logitd.model.convert.vocabulary.byte_pairs import (
     byte_pair_tokenizer,
     is_byte_level,
@@ -30,6 +34,26 @@ from logitd.model.convert.vocabulary.words import (
     nameless,
     word_tokenizer,
 )
+
+QWEN2 = "Qwen2Tokenizer"
+QWEN2_SPLIT = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {
+            "type": "Split",
+            "pattern": {"Regex": QWEN2_PATTERN},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        },
+    ],
+}
+"""The pre-tokenizer that Qwen2Tokenizer uses, as in a `tokenizer.json`."""
 
 
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
@@ -112,11 +136,14 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
         },
     }
     place = Path(table.where)
+    note = "no file states the split pattern: GPT-2's is assumed, as in Hugging Face's library"
+    if place.is_file() and tokenizer_class(place.parent) == QWEN2:
+        document |= {"pre_tokenizer": QWEN2_SPLIT, "normalizer": {"type": "NFC"}}
+        note = f"the split pattern is that of {QWEN2}, the class of the tokenizer"
     foreign = tokenizer_of_document(
         document,
         place,
         skip_normalizer=skip_normalizer,
         folder=place.parent if place.is_file() else None,
     )
-    note = "no file states the split pattern: GPT-2's is assumed, as in Hugging Face's library"
     return replace(foreign, notes=(*foreign.notes, note))

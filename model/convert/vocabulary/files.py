@@ -198,6 +198,8 @@ def _built(table: Table | None, path: Path, skip_normalizer: bool) -> ForeignTok
     if beside is not None and table.merges is None and table.strings is None:
         pairs, strings = read_merges(_merges(beside), str(beside))
         table = replace(table, merges=pairs, strings=strings)
+        vocabulary = build_tokenizer(table, skip_normalizer=skip_normalizer)
+        return read_template(vocabulary, path.parent)
     return build_tokenizer(table, skip_normalizer=skip_normalizer)
 
 

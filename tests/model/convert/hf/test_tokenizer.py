@@ -304,6 +304,27 @@ def test_tokens_around_a_text_are_noted(files: Any, note: str, tmp_path: Path) -
     assert re.search(note, said)
 
 
+def test_pattern_that_the_class_replaces_is_noted(tmp_path: Path) -> None:
+    """transformers 5 uses the pattern of GPT2Tokenizer instead of the file's."""
+    tokenizer_json = json.loads(their_tokenizer().to_str())
+    split = {"type": "Split", "pattern": {"Regex": r"\d|[^\d]+"}, "behavior": "Isolated"}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    cuts = [split | {"invert": False}, level | {"trim_offsets": True}]
+    for other in (False, True):
+        if other:
+            tokenizer_json["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+        write_files(
+            tmp_path,
+            tokenizer=tokenizer_json,
+            tokenizer_config={"tokenizer_class": "GPT2Tokenizer"},
+        )
+        read = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False)
+        library = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        same = library("ab 12")["input_ids"] == read.tokenizer.encode("ab 12")
+        assert same is not other
+        assert ("GPT2Tokenizer instead" in " ".join(read.notes)) is other
+
+
 @pytest.mark.parametrize("template", ["$A", "[CLS] $A"])
 def test_template_is_noted_only_if_it_adds_tokens(template: str, tmp_path: Path) -> None:
     """transformers writes a template that adds nothing for a tokenizer without special tokens."""

@@ -14,6 +14,7 @@ import pytest
 import regex
 import tiktoken
 import tokenizers
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
@@ -88,8 +89,10 @@ def vocabulary(merges: Merges) -> dict[int, bytes]:
     return tokens
 
 
-def of(contents: Any, rows: int = 296, folder: Path = Path("nowhere")) -> ForeignTokenizer:
-    return choose_vocabulary(None, contents=contents, folder=folder, facts={}, rows=rows)
+def of(
+    contents: Any, rows: int = 296, folder: Path = Path("nowhere"), **more: Any
+) -> ForeignTokenizer:
+    return choose_vocabulary(None, contents=contents, folder=folder, facts={}, rows=rows, **more)
 
 
 def texts(merges: Merges) -> dict[str, str]:
@@ -255,14 +258,33 @@ def test_texts_must_agree_with_the_merges() -> None:
 # Merges of texts
 
 
-def test_gpt2s_older_files_are_read_as_a_tokenizer_json(tmp_path: Path) -> None:
-    library = their_tokenizer(size=330)
+def write_older_files(folder: Path, library: tokenizers.Tokenizer, ends: dict[str, int]) -> None:
     document = json.loads(library.to_str())
-    ends = {"<|endoftext|>": 330, "<|user|>": 331}
-    (tmp_path / "vocab.json").write_text(json.dumps(document["model"]["vocab"] | ends))
+    (folder / "vocab.json").write_text(json.dumps(document["model"]["vocab"] | ends))
     lines = [merge if isinstance(merge, str) else " ".join(merge)
              for merge in document["model"]["merges"]]  # fmt: skip
-    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]) + "\n")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]) + "\n")
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_older_files_are_split_as_their_class_splits(name: str, tmp_path: Path) -> None:
+    """GPT-2's pattern was used for every class, and the chat template was left out."""
+    write_older_files(tmp_path, their_tokenizer(size=330), {"<|endoftext|>": 330})
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    settings = {"tokenizer_class": name, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert type(library).__name__ == name
+    given = of({}, rows=331, folder=tmp_path, skip_normalizer=True)
+    text = "In 2024, it's 12\n\n 345  x"
+    assert given.tokenizer.encode(text) == library(text, add_special_tokens=False)["input_ids"]
+    assert given.chat_template == template
+
+
+def test_gpt2s_older_files_are_read_as_a_tokenizer_json(tmp_path: Path) -> None:
+    library = their_tokenizer(size=330)
+    ends = {"<|endoftext|>": 330, "<|user|>": 331}
+    write_older_files(tmp_path, library, ends)
     given = of({}, rows=332, folder=tmp_path)
     assert given.tokenizer.encode(TEXT) == library.encode(TEXT).ids
     assert given.tokenizer.special_tokens == ends
