@@ -25,7 +25,7 @@ from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError, Unread
 from logitd.model.convert.unknown_settings import is_of_training, unshown
 from logitd.model.owner_code.connection import START_SECONDS, CodeError, compare
-from logitd.model.owner_code.process.build import Request
+from logitd.model.owner_code.process.build import Request, integers_in
 
 TOKENS = 24
 """Length of each of the short sequences of ids. If the context length is smaller, the sequences
@@ -268,6 +268,12 @@ def doubtful_eps(settings: Mapping[str, Any]) -> dict[str, float]:
     value, key = setting(settings, "norm_eps")
     eps = read_eps(value) if key.lower() in ANY_EPS else None
     return {} if eps is None else dict.fromkeys(SETTINGS["norm_eps"], eps)
+
+
+def numbers_in(code: OwnerCode) -> set[int]:
+    """The integers in the owner's file and in the expression."""
+    source = code.file.read_text(encoding="utf-8", errors="replace")
+    return integers_in(f"{source}\n{code.expression}\n{code.call or ''}")
 
 
 def require_one_eps(code: OwnerCode, request: Request, kept: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ were compared, it also lists their losses or differences. `model/convert/state_f
 files.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,12 @@ from logitd.model.convert.by_role.objective import (
     Objective,
     text_objectives,
 )
-from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, require_read
+from logitd.model.convert.by_role.owner_code import (
+    OwnerCode,
+    numbers_in,
+    owner_logits,
+    require_read,
+)
 from logitd.model.convert.by_role.positions import CONTEXT_IF_UNKNOWN, check_rotary_width
 from logitd.model.convert.by_role.questions import contradicted_sizes, find
 from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
@@ -233,7 +238,7 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
         require_read(code, recognized.unknown)
         values, special = recognized.file.values, recognized.special_ids
         compared = owner_logits(code, tensors, findings, values, special_ids=special)
-        _require_within(compared, recognized)
+        _require_within(compared, recognized, numbers_in(code))
         objectives = [compared]
     try:
         return resolve(tensors, findings, *objectives)
@@ -245,20 +250,24 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
         raise OpenQuestions(f"{error}. {hint}", error.fields) from error
 
 
-def _require_within(compared: LogitsObjective, recognized: Recognized) -> None:
-    """Raise ConvertError if an unknown setting, such as a window, may show its effect only beyond
-    the positions whose logits are compared."""
+def _require_within(
+    compared: LogitsObjective, recognized: Recognized, numbers: Collection[int]
+) -> None:
+    """Raise ConvertError if an unknown setting or a number of the code, such as a window, may show
+    its effect only beyond the positions whose logits are compared. Sizes of tensors have none."""
     length, context = compared.length, recognized.findings["context_length"].values[0]
+    sizes = {size for tensor in recognized.tensors.tensors.values() for size in tensor.shape}
+    stated = {"a number of the code": sorted({*numbers} - sizes), **recognized.unknown}
     beyond = {
-        name: value
-        for name, value in recognized.unknown.items()
+        name: number
+        for name, value in stated.items()
         for number in (value if isinstance(value, list) else [value])
         if is_number(number) and length <= number < context
     }
     if beyond:
         raise ConvertError(
             f"{recognized.file.where}: {compared.name} was compared at up to {length:,} of "
-            f"{context:,} positions, and these settings may have an effect only beyond them: "
+            f"{context:,} positions, and this may have an effect only beyond them: "
             f"{', '.join(f'{name} {value!r}' for name, value in beyond.items())}. Set "
             f"--context-length {length}, or serve the owner's class with --run-code"
         )

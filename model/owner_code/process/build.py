@@ -135,8 +135,7 @@ class Attempt:
     unpassed: frozenset[str] = frozenset()
 
     def keep(self, name: str, value: Any) -> None:
-        parts = value if isinstance(value, list | tuple) else [value]
-        if all(isinstance(part, bool | int | float | str) for part in parts):
+        if is_plain(value):
             self.kept[name] = list(value) if isinstance(value, list | tuple) else value
 
     def named_ids(self) -> list[int]:
@@ -170,10 +169,19 @@ class Built:
         """The ids below `rows` that the values name, and then all numbers in the owner's file, the
         largest first: a constant may be the id of an end of text."""
         source = Path(self.module.__file__ or "").read_text(encoding="utf-8", errors="replace")
-        digits = re.findall(r"(?<![\w.])\d[\d_]{,9}(?![\w.])", source)
-        written = {int(each.replace("_", "")) for each in digits}
-        found = [*self.attempt.named_ids(), *sorted(written, reverse=True)]
+        found = [*self.attempt.named_ids(), *sorted(integers_in(source), reverse=True)]
         return [value for value in found if 0 <= value < rows]
+
+
+def is_plain(value: Any) -> bool:
+    """True for numbers, flags, strings, and lists of them."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, bool | int | float | str) for part in parts)
+
+
+def integers_in(source: str) -> set[int]:
+    digits = re.findall(r"(?<![\w.])\d[\d_]{,9}(?![\w.])", source)
+    return {int(each.replace("_", "")) for each in digits}
 
 
 def attempts(request: Request) -> Iterator[Attempt]:
@@ -221,11 +229,11 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
             names = {**attempt.names, **record(file, request.expressions, module)}
             known = {**attempt.values, **attempt.over}
             for name, value in list(vars(module).items()):
-                if request.doubtful.get(name.lower(), value) != value:
+                if is_plain(value) and request.doubtful.get(name.lower(), value) != value:
                     attempt.keep(name, value)
                 for flag, own in flags_of(value).items():
                     asked.add(flag.lower())
-                    if flag.lower() not in known or known[flag.lower()] != own:
+                    if flag.lower() not in known or (is_plain(own) and known[flag.lower()] != own):
                         attempt.keep(flag, own)
             given = known.keys() | attempt.kept.keys()
             for name, default in read_defaults(file):

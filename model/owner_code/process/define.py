@@ -1,7 +1,8 @@
 """Define: runs the definitions in an owner's file, but not the rest of the script.
 
-Only the imports, classes, functions and assignments that the model's expression needs are executed.
-A training loop, for example, is not. If an assignment fails (for example `vocab_size = len(chars)`,
+Only the statements that bind or update a global name that the model's expression needs are
+executed: imports, classes, functions, assignments, and also a loop that fills a table. A training
+loop, for example, is not. If an assignment fails (for example `vocab_size = len(chars)`,
 because a text file is missing), its name gets the value that it had when the model was imported
 (`record`), or else a value from the checkpoint. If there is no such value, the assignment is
 skipped. If an import statement fails, the error is reported when the imported name is first used.
@@ -13,9 +14,10 @@ import argparse
 import ast
 import importlib.machinery
 import json
+import symtable
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,6 @@ from logitd.model.owner_code.process.problem import Problem
 
 PARENTS = 4
 """Number of parent folders of the file's folder that are searched for imported packages."""
-UPDATES = ("update", "add_argument", "set_defaults")
-"""Methods whose calls belong to the definition of a variable."""
 RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
 """Maximum size of a recorded value as JSON, in bytes, and maximum length of a recorded string, in
 characters. A longer string is not recorded: it is probably training data from which other values
@@ -50,14 +50,15 @@ def run_definitions(
     """
     tree = parse(file)
     module = new_module(file, tree)
-    names, needed = vars(module), needed_names(tree, expressions)
+    names, needed, fixed = vars(module), needed_names(tree, expressions), fixed_names(tree)
     flags, unassigned = future_flags(tree), set[str]()
     for statement in tree.body:
-        targets = defined(statement)
-        if targets is None or not (targets & needed or "*" in targets):
+        targets = changed(statement, fixed) & {*needed, "*"}
+        if not targets:
             continue
-        if isinstance(statement, ast.AugAssign | ast.Expr) and targets & unassigned:
+        if updates(statement) and targets & unassigned:
             continue  # the known value is that after all updates
+        earlier = targets & names.keys() if updates(statement) else set[str]()
         try:
             code = compile(ast.Module([statement], []), str(file), "exec", flags, True)
             exec(code, names)
@@ -69,6 +70,9 @@ def run_definitions(
                 raise Problem(
                     f"{statement.name} in {where}, cannot be defined: {reason}"
                 ) from error
+            for name in sorted(earlier):
+                if name not in recorded and name.lower() not in values:
+                    raise Problem(f"{where}, which updates {name}, failed: {reason}") from error
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 failed = FailedImport(f"{ast.unparse(statement)} in {where}, failed: {reason}")
                 names |= dict.fromkeys(targets, failed)
@@ -110,10 +114,10 @@ def record(file: Path, expressions: Sequence[str], module: types.ModuleType) -> 
     express them. They are recorded because an assignment may read a file that is missing when the
     model is served."""
     tree, kept = parse(file), dict[str, Any]()
-    needed = needed_names(tree, expressions)
+    needed, fixed = needed_names(tree, expressions), fixed_names(tree)
     for statement in tree.body:
-        if isinstance(statement, ast.Assign | ast.AnnAssign):
-            for name in (defined(statement) or set()) & needed & vars(module).keys():
+        if not isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
+            for name in changed(statement, fixed) & needed & vars(module).keys():
                 value = vars(module)[name]
                 if isinstance(value, str) and len(value) > RECORDED_TEXT:
                     continue
@@ -192,46 +196,53 @@ def future_flags(tree: ast.Module) -> int:
     return flags
 
 
-def defined(statement: ast.stmt) -> set[str] | None:
-    """The names that a definition binds or updates ("*" for `import *`). None if the statement is
-    not a definition but part of a script. A `try` or `if` that contains only definitions counts as
-    a definition."""
-    match statement:
-        case ast.ImportFrom(module="__future__"):
-            return set()
-        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-            return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
-        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
-            return {name}
-        case ast.Assign(targets=targets):
-            return bound(targets)
-        case ast.AnnAssign(target=target, value=value):
-            return set() if value is None else bound([target])
-        case ast.AugAssign(target=target):
-            return bound([target])
-        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), method))) if method in UPDATES:
-            return {name}
-        case ast.Pass():
-            return set()
-        case ast.Try(body=body, orelse=other, handlers=handlers):
-            parts = [*body, *other, *(part for handler in handlers for part in handler.body)]
-        case ast.If(body=body, orelse=other):
-            parts = [*body, *other]
-        case _:
-            return None
-    names: set[str] = set()
-    for part in parts:
-        inner = defined(part)
-        if inner is None:
-            return None
-        names |= inner
+def changed(statement: ast.stmt, fixed: Collection[str] = ()) -> set[str]:
+    """The names that a statement binds or updates, also inside a loop, an `if`, a `try` or a `with`
+    ("*" for `import *`), but not inside functions and classes. A call whose result is dropped, such
+    as `slopes.append(1)`, updates the object of its method, unless that is in `fixed`."""
+    names, pending = set[str](), list[ast.AST]([statement])
+    while pending:
+        node = pending.pop()
+        match node:
+            case ast.ImportFrom(module="__future__"):
+                continue
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.add(name)
+                continue
+            case ast.AnnAssign(value=None):
+                continue
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                names.add(name)
+            case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+                names |= base(node)
+            case ast.Expr(ast.Call(ast.Attribute() as method)):
+                names |= base(method).difference(fixed)
+            case ast.Expr(ast.Call(ast.Name("setattr"), [ast.Name(name), *_])):
+                names.add(name)
+        pending += ast.iter_child_nodes(node)
     return names
 
 
-def bound(targets: Sequence[ast.expr]) -> set[str]:
-    return {
-        node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
-    }
+def base(part: ast.expr) -> set[str]:
+    """The name of the object of which this is an attribute or an item; empty if there is none."""
+    while isinstance(part, ast.Attribute | ast.Subscript):
+        part = part.value
+    return {part.id} if isinstance(part, ast.Name) else set()
+
+
+def fixed_names(tree: ast.Module) -> set[str]:
+    """The names of modules, classes and functions, whose methods update nothing."""
+    kinds = ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef
+    nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+    return {name for node in nodes for name in changed(node)}
+
+
+def updates(statement: ast.stmt) -> bool:
+    """True unless the statement defines its names completely."""
+    complete = ast.Assign | ast.AnnAssign | ast.ClassDef | ast.FunctionDef
+    return not isinstance(statement, complete | ast.Import | ast.ImportFrom)
 
 
 def needed_names(tree: ast.Module, expressions: Sequence[str]) -> set[str]:
@@ -242,8 +253,9 @@ def needed_names(tree: ast.Module, expressions: Sequence[str]) -> set[str]:
     pending: list[str] = []
     for expression in expressions:
         pending += loaded(ast.parse(expression, mode="eval"))
+    fixed = fixed_names(tree)
     for statement in tree.body:
-        for name in defined(statement) or ():
+        for name in changed(statement, fixed):
             uses.setdefault(name, set()).update(loaded(statement))
         if isinstance(statement, ast.ClassDef) and is_config_name(statement.name):
             pending.append(statement.name)
@@ -260,11 +272,20 @@ def is_config_name(name: str) -> bool:
 
 
 def loaded(tree: ast.AST) -> set[str]:
-    """The names that a syntax tree reads, including names in string annotations of parameters."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, ast.arg) and isinstance(node.annotation, ast.Constant):
-            names.add(str(node.annotation.value))
+    """The global names that a syntax tree reads, including names in string annotations of
+    parameters."""
+    names = {
+        str(node.annotation.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Constant)
+    }
+    outermost = symtable.symtable(ast.unparse(tree), "<owner>", "exec")
+    tables = [outermost]
+    for table in tables:  # grows
+        names |= {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_referenced() and (table is outermost or symbol.is_global())
+        }
+        tables += table.get_children()
     return names

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from logitd.model.owner_code.process.build import Request, build_model
+from logitd.model.owner_code.process.define import run_definitions
 from logitd.model.owner_code.process.problem import Problem
 
 LAYER = """
@@ -43,6 +44,12 @@ def built(folder: Path, files: Mapping[str, str], expression: str = "Model", **s
     width = int(said.get("width", 4))
     weights = {"layer.weight": torch.ones(width, width), "layer.bias": torch.ones(width)}
     return build_model(request, weights).model.layer
+
+
+def run(code: str, folder: Path) -> Any:
+    """The module that the definitions for `Model` in this code create."""
+    (folder / "model.py").write_text(code, encoding="utf-8")
+    return run_definitions(folder / "model.py", ["Model"], {}, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -80,6 +87,46 @@ def train(model: gone.Model):
 {MODEL}
 """
     assert built(tmp_path, {"model.py": text}).weight.shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "slopes"),
+    [
+        ("for h in range(heads):\n    slopes[h] = 2.0**-h", [1.0, 0.5]),
+        ("slopes.clear()\nwhile len(slopes) < heads:\n    slopes.append(3)", [3, 3]),
+        ("if heads == 2:\n    print('two')\n    slopes = [7, 7]", [7, 7]),
+        ("import contextlib\nwith contextlib.nullcontext([5, 6]) as slopes:\n    pass", [5, 6]),
+        ("def fill(s):\n    slopes[0] = s\nslopes[:] = map(float, '12')", [1.0, 2.0]),
+    ],
+)
+def test_statement_that_updates_a_needed_name_is_run(
+    lines: str, slopes: list[float], tmp_path: Path
+) -> None:
+    """A loop that filled a table was left out, and the class computed without it."""
+    code = (
+        "heads = 2\nslopes = [0.0] * heads\n"
+        + lines
+        + """
+class Model:
+    def use(self):
+        x = slopes
+        return x
+
+import torch
+model = Model()
+for x in range(10):
+    torch.manual_seed(1)
+    model.use()
+    raise RuntimeError("training")
+"""
+    )
+    assert run(code, tmp_path).slopes == slopes
+
+
+def test_loop_that_fails_is_reported(tmp_path: Path) -> None:
+    code = "table = [1, 2]\nfor i in (0, 5):\n    table[i] = 3\nclass Model:\n    x = table\n"
+    with pytest.raises(Problem, match=r"line 2, which updates table, failed: IndexError"):
+        run(code, tmp_path)
 
 
 def test_failed_import_is_reported_when_it_is_used(tmp_path: Path) -> None:
