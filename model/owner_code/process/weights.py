@@ -1,5 +1,6 @@
 """Weights: loads the tensors of a checkpoint into the owner's model, under the model's names."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -14,6 +15,11 @@ WRAPPERS = {
     "_fsdp_wrapped_module",
 }
 """Parts that wrappers add to the names of parameters, at the place of the wrapped module."""
+
+TABLES = frozenset(
+    ("mask", "masks", "tril", "triu", "cos", "sin", "cis", "freq", "freqs", "rope", "rotary")
+)
+"""Words in the names of masks and tables of positions, which a class may compute anew."""
 
 EXPRESSION = (
     "Give an expression that creates the model as it was trained, such as "
@@ -90,9 +96,10 @@ def shared(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> bool:
 
 
 def is_weight(name: str, tensor: Tensor) -> bool:
-    last = name.rpartition(".")[2]
-    marks = ("mask", "tril", "cos", "sin", "freq", "position_ids", "rope")
+    """False for integers, and for names of masks and tables of positions: `inv_freq`, but not
+    `sinks`."""
+    last = name.rpartition(".")[2].lower()
     if tensor.dim() == 4 and last == "bias":
         return False
     learned = tensor.is_floating_point() or tensor.is_complex()
-    return learned and not any(mark in last for mark in marks)
+    return learned and TABLES.isdisjoint(re.split(r"[_\d]+", last))
