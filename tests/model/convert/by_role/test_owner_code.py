@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from logitd.model.convert.by_role import owner_code
 from logitd.model.convert.by_role.owner_code import (
     owner_logits,
     parse_owner_code,
@@ -86,6 +87,23 @@ def test_owner_code_answers_all_questions(write: Write) -> None:
     assert "logits of gpt.py:GPT on random ids" in read.facts["verified"]
     assert read.facts["warning"].startswith("assumed from the defaults of gpt.py:GPT: heads=4.")
     assert not (code.file.parent / "training-has-begun").exists()
+
+
+@pytest.mark.parametrize("window", [9, 4])
+def test_number_that_may_act_beyond_the_compared_positions_is_refused(
+    window: int, write: Write, book: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of the code as long as the compared sequence was left out, and "verified"."""
+    for name in ("TOKENS", "LONGEST"):
+        monkeypatch.setattr(owner_code, name, 8)
+    code = write(DICTIONARY + f"\n    window = {window}\n")
+    file = recognize_file(state_file(book, settings=SETTINGS), RoleOptions(code=code))
+    if window < 8:
+        assert read_by_role(file).config.context_length == 16
+        return
+    sentence = r"compared at up to 8 of 16 positions, .*: a number of the code 9\. Set --context"
+    with pytest.raises(ConvertError, match=sentence):
+        read_by_role(file)
 
 
 def test_values_that_cannot_be_read_need_an_expression(write: Write, book: nn.Module) -> None:
