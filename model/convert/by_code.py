@@ -229,7 +229,7 @@ def _require_complete(
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as folder:
         write_sources(Path(folder), sources)
         try:
-            logits = _logits(config, Path(folder), weights)
+            logits = _logits(config, Path(folder), weights, seed=1)
         except CodeError as error:
             raise ConvertError(
                 f"without the other files of its folder, {error}. A checkpoint keeps only the "
@@ -245,9 +245,12 @@ def _require_complete(
         )
 
 
-def _logits(config: CodeConfig, folder: Path, weights: Mapping[str, Tensor]) -> Tensor:
+def _logits(
+    config: CodeConfig, folder: Path, weights: Mapping[str, Tensor], *, seed: int = 0
+) -> Tensor:
     """The logits that the source files in a folder compute for a few ids. Raises CodeError."""
-    request, length = request_to_repeat(config, folder), min(COMPARED, config.context_length)
+    request = replace(request_to_repeat(config, folder), seed=seed)
+    length = min(COMPARED, config.context_length)
     return compare(config.code, request, weights, rows=config.rows, length=length).logits
 
 

@@ -53,6 +53,7 @@ class Request:
     call               expression that returns logits; it may use `model`, `ids` and names of the
                        file. None means `model(ids)`
     chosen             values of the attempt that created the model earlier; None tries all attempts
+    seed               seed of what the code draws when the model is created
     """
 
     file: str
@@ -64,6 +65,7 @@ class Request:
     unpassed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     call: str | None = None
     chosen: Mapping[str, Any] | None = None
+    seed: int = 0
 
     @property
     def values(self) -> dict[str, Any]:
@@ -215,6 +217,7 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
         asked = attempt.asked
         try:
             file = Path(request.file)
+            torch.manual_seed(request.seed)
             module = run_definitions(
                 file, request.expressions, request.values, attempt.top, attempt.names
             )
@@ -263,7 +266,7 @@ def _refuse_unpassed(request: Request, asked: Collection[str]) -> None:
 def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Module:
     """Create the model, without its weights, by evaluating the expression. If the result is a class
     or a function, it is called with the known values of its parameters. Raises Problem."""
-    torch.manual_seed(0)
+    torch.manual_seed(request.seed)
     names = {**attempt.values, **vars(module)}
     try:
         for name in loaded(ast.parse(request.expression)) - names.keys():

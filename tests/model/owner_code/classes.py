@@ -273,6 +273,17 @@ class Drawn(Recurrent):
         return super().forward(ids) * self.factor
 
 
+class DrawnByTorch(Recurrent):
+    """A GRU whose logits have factors that torch draws and the state dict lacks."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.register_buffer("factor", torch.rand(vocab_size), persistent=False)
+
+    def forward(self, ids):
+        return super().forward(ids) * self.factor
+
+
 def made(name: str, seed: int = 1) -> Any:
     """An instance of a class, in evaluation mode."""
     torch.manual_seed(seed)
