@@ -35,6 +35,8 @@ _TRAINING = re.compile(
 )
 """Words in the names of sections with measurements, states or data of a training instead of
 settings."""
+_VOCABULARY = re.compile(r"(special|extra|added)_?tokens?|specials|vocab(ulary)?|tokeni[sz]er")
+"""Names of dictionaries whose values may be ids of tokens."""
 _CONFIGURATION = re.compile(
     r"config(uration)?s?|cfg|conf|args|arguments|(h|hyper)?params|(hyper)?parameters|settings|"
     r"opts?|options|hp|kwargs"
@@ -187,7 +189,10 @@ def _is_logged(values: Mapping[Any, Any]) -> bool:
 def _is_of_others(name: str, values: Mapping[Any, Any]) -> bool:
     """True for a section about the optimizer, and under any name for the state of an optimizer, a
     scheduler, a tokenizer or the like."""
-    return mentions(_OPTIMIZER_SETTINGS, name) or not _OF_OTHERS.isdisjoint(map(str, values))
+    ids = _VOCABULARY.fullmatch(snake_case(name)) and set(map(type, values.values())) == {int}
+    return bool(
+        ids or mentions(_OPTIMIZER_SETTINGS, name) or not _OF_OTHERS.isdisjoint(map(str, values))
+    )
 
 
 def _is_state(values: Mapping[Any, Any]) -> bool:

@@ -44,7 +44,9 @@ def export_model(
     """
     require_new(destination)
     info = read_checkpoint(checkpoint)
-    again = "; train it again with --exportable" if shape_objections(info.config) else ""
+    trained_here = "format" not in info.training.data  # an import's record has its format
+    remedy = "; train it again with --exportable"
+    again = remedy if trained_here and shape_objections(info.config) else ""
     if to == "hf":
         require(
             hf_objections(info.config, info.tokenizer), f"; the model cannot be exported{again}"

@@ -107,7 +107,10 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
         (config.norm_position == "post", "norm_position", before, "pre"),
         (not config.final_norm, "final_norm", "GPT-2 and Llama end with a norm", True),
         (config.head_bias, "head_bias", "the heads of GPT-2 and Llama have none", False),
-        *((True, name, "only nanochat has it", WITHOUT_PARTS[name]) for name in parts_of(config)),
+        *(
+            (True, name, "no exported architecture has it", WITHOUT_PARTS[name])
+            for name in parts_of(config)
+        ),
     )
 
 

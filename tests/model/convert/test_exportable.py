@@ -214,8 +214,11 @@ def test_export_is_mentioned_only_with_the_flag_which_fine_tuning_refuses(
             "activation .*gelu.*value_embeddings .*T",
         ),
         ({"norm_position": "post"}, "norm_position .*'post'.*'pre'"),
-        ({"logit_softcap": 15.0}, "logit_softcap is 15.0: only nanochat has it; no other value"),
-        ({"smear": True}, "smear .*True.*False.*nanochat"),
+        (
+            {"logit_softcap": 15.0},
+            "logit_softcap is 15.0: no exported architecture has it; no other value",
+        ),
+        ({"smear": True}, "smear .*True.*False.*no exported"),
         ({"preset": "decoder-8x64", "n_kv_head": 2}, "n_kv_head .*2.*4"),
         ({"n_head": 3, "head_dim": 16, "qk_norm": False}, "n_head is 3: .*; no other value"),
     ],

@@ -219,3 +219,9 @@ def test_unknown_setting_is_an_open_question(write: Any, tmp_path: Path) -> None
     assert info.training.data["ignored_settings"] == ["softcap"]
     with pytest.raises(ConvertError, match=r"--ignore-setting cap.*softcap"):
         import_model(tmp_path / "source", tmp_path / "again", roles=roles, ignored_settings=["cap"])
+
+
+@pytest.mark.parametrize("name", ["special_tokens", "specialTokens", "added_tokens", "vocab"])
+def test_ids_of_special_tokens_are_not_settings(name: str) -> None:
+    """Their names were asked about."""
+    assert collect_settings({name: {"<|eot|>": 316, "<pad>": 5}, "window": 4}) == {"window": 4}
