@@ -16,6 +16,7 @@ from logitd.model.convert.by_role.names import (
     SETTINGS,
     SWIGLU_SETTING,
     TIED,
+    snake_case,
 )
 from logitd.model.convert.by_role.stated import as_number, is_number
 from logitd.model.convert.foreign import ConvertError, Unread
@@ -179,7 +180,11 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
             and _NAMES.fullmatch(name) is None
         )
 
-    return {name: value for name, value in settings.items() if is_unknown(name.lower(), value)}
+    return {
+        name: value
+        for name, value in settings.items()
+        if any(is_unknown(spelling, value) for spelling in {name.lower(), snake_case(name)})
+    }
 
 
 def _names_part(name: str) -> bool:

@@ -225,3 +225,9 @@ def test_unknown_setting_is_an_open_question(write: Any, tmp_path: Path) -> None
 def test_ids_of_special_tokens_are_not_settings(name: str) -> None:
     """Their names were asked about."""
     assert collect_settings({name: {"<|eot|>": 316, "<pad>": 5}, "window": 4}) == {"window": 4}
+
+
+@pytest.mark.parametrize("name", ["attnActivation", "AttentionSimilarity"])
+def test_words_of_a_name_may_begin_with_capitals(name: str) -> None:
+    assert unknown_settings({name: "cosine"}) == {name: "cosine"}
+    assert unknown_settings({"learningRate": 0.1, "batchSize": 8}) == {}
