@@ -180,11 +180,7 @@ def unknown_settings(settings: Mapping[str, Any], *, by_role: bool = False) -> d
             and _NAMES.fullmatch(name) is None
         )
 
-    return {
-        name: value
-        for name, value in settings.items()
-        if any(is_unknown(spelling, value) for spelling in {name.lower(), snake_case(name)})
-    }
+    return {name: value for name, value in settings.items() if is_unknown(snake_case(name), value)}
 
 
 def _names_part(name: str) -> bool:

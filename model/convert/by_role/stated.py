@@ -27,9 +27,9 @@ def setting(settings: Settings, field: str) -> tuple[Any, str]:
 
 def settings_of(field: str, settings: Settings) -> list[tuple[str, Any]]:
     """The keys that usually store a field, and their values. The usual order decides."""
-    lowered = {str(key).lower(): (str(key), value) for key, value in settings.items()}
+    by_name = {words.snake_case(str(key)): (str(key), value) for key, value in settings.items()}
     keys = words.SETTINGS.get(field, ())
-    return [lowered[key] for key in keys if key in lowered and lowered[key][1] is not None]
+    return [by_name[key] for key in keys if key in by_name and by_name[key][1] is not None]
 
 
 def counts_of(field: str, settings: Settings) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ import pytest
 
 from logitd.model.convert.by_role.read import RoleOptions
 from logitd.model.convert.by_role.resolution import OpenQuestions
+from logitd.model.convert.by_role.stated import setting
 from logitd.model.convert.collected_settings import collect_settings
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
@@ -231,3 +232,4 @@ def test_ids_of_special_tokens_are_not_settings(name: str) -> None:
 def test_words_of_a_name_may_begin_with_capitals(name: str) -> None:
     assert unknown_settings({name: "cosine"}) == {name: "cosine"}
     assert unknown_settings({"learningRate": 0.1, "batchSize": 8}) == {}
+    assert setting({"nHead": 4}, "n_head") == (4, "nHead")
