@@ -125,7 +125,7 @@ _USUAL = frozenset(
 )
 """Words for what a GPT of this project computes, and for code that computes attention."""
 _FLAG_TEXTS = {"true": True, "false": False}
-_REPEATS = re.compile(r"((n|num|number_of|max|inner|loop|recurrent)_)?(steps|iters|iterations)")
+_REPEATS = re.compile(r"((n|num|number_of|max|inner|loop|recurrent)_)?(steps|iters?|iterations)")
 """Names that count a training's steps, or how often a stack of layers is repeated."""
 FEWEST_STEPS = 65
 """A smaller number of steps is a number of repetitions."""

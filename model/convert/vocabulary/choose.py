@@ -34,6 +34,8 @@ PADDED_TO = (8, 16, 32, 64, 128)
 """Programs usually pad the number of ids to a multiple of one of these."""
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
 """If the settings state the number of ids, the rows may be padded to a multiple of one of these."""
+DEEPEST = 4
+"""Sections of a checkpoint that are nested more deeply are not searched for a vocabulary."""
 SLACK = 0.02
 """Rows without an id always count as padding if they are at most this fraction of all rows."""
 
@@ -119,10 +121,13 @@ def choose_vocabulary(
 
 
 def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[ForeignTokenizer]:
-    inner = [(f"{key!r} of the checkpoint", value) for key, value in contents.items()]
-    for where, container in [("the checkpoint", contents), *inner]:
-        if isinstance(container, Mapping) and (table := table_in(container, where)) is not None:
+    sections = [("the checkpoint", contents, 0)]
+    for where, section, depth in sections:  # grows
+        if (table := table_in(section, where)) is not None:
             yield build_tokenizer(table)
+        if depth < DEEPEST:
+            inner = ((key, value) for key, value in section.items() if isinstance(value, Mapping))
+            sections += [(f"{key!r} of {where}", value, depth + 1) for key, value in inner]
 
 
 def _one_of(candidates: Sequence[ForeignTokenizer], model: _Rows) -> ForeignTokenizer:

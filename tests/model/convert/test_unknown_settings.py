@@ -50,7 +50,7 @@ ANSWERS: dict[str, Any] = {
         ("attention_activation", "sigmoid"), ("softmax_variant_attn", "polymax"),
         ("similarity", "cosine"), ("lm_head_type", "cosine"), ("norm_placement", "sandwich"),
         ("attn_temperature", "learned"), ("gate_activation", "sigmoid"), ("inner_steps", 4),
-        ("iterations", 4), ("val_residual", True),
+        ("iterations", 4), ("val_residual", True), ("n_iter", 4),
     ],
 )  # fmt: skip
 def test_setting_that_may_change_a_logit_is_unknown(name: str, value: Any) -> None:

@@ -91,6 +91,12 @@ def test_vocabulary_next_to_the_model_is_read(shape: str, form: str, tmp_path: P
     assert vocabulary.notes[0].endswith(f"is from {path}")
 
 
+def test_vocabulary_may_be_in_a_section_of_a_section(tmp_path: Path) -> None:
+    """A file near the checkpoint was taken instead."""
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": "".join(reversed(CHARACTERS))}))
+    check_characters(chosen(contents={"config": {"tokenizer": {"stoi": STOI}}}, folder=tmp_path))
+
+
 @pytest.mark.parametrize(
     "whole",
     [STOI, ITOS, (STOI, ITOS), (ITOS, STOI), CHARACTERS, collections.OrderedDict(STOI)],
