@@ -24,6 +24,11 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
     if (numbered := _numbered(text, path)) is not None:
         return Table(texts=numbered, where=str(path))
     lines = text.removesuffix("\n").split("\n")
+    if len(lines) > 3 and all("\t" in line for line in lines):
+        raise ConvertError(
+            f"{path} has several columns, and neither the first nor the last has the ids of the "
+            f"tokens: {AS_JSON}"
+        )
     if len(lines) > 3 and all(re.fullmatch(r"(['\"]).+\1", line) for line in lines):
         raise ConvertError(
             f"{path} has its tokens in quotes: write them without quotes, or as a JSON list"

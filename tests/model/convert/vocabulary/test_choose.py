@@ -456,6 +456,7 @@ def test_numbered_characters_may_hold_any_character(form: str, tmp_path: Path) -
         ("the 9\ncat 40\nsat 400\n", "398 ids have no text"),
         ("word,id\nthe,0\ncat,1\nsat,2\n", "except the first, 'word,id': remove it"),
         ("0 2\n1 0\n2 1\n", "has two numbers in each line"),
+        ("<s>\t0\n▁the\t-3.2\ns\t-4\n▁cat\t-5.11\n", "has several columns, and neither"),
     ],
 )
 def test_numbers_that_are_not_ids_are_refused(text: str, sentence: str, tmp_path: Path) -> None:
