@@ -2,7 +2,8 @@
 
 A shard named val.tokens is validation text and all others are training text, as in the run that
 wrote them. If there is no val.tokens, documents are held out by the rule of `split.py`, applied to
-their ids instead of their bytes. Every id is checked before it is copied.
+their ids instead of their bytes. Every id is checked before it is copied. The hash of a tokenizer
+leaves out which special token ends a document, so the documents are checked for that token.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard, ShardWriter, open_shard, outside
 from logitd.model.data.split import Side, lot_of, plan_split
 from logitd.model.data.vocabulary import tokenizer_sha256
@@ -32,14 +34,22 @@ def reuse_shards(
     writers: Mapping[Side, ShardWriter],
 ) -> int:
     """Copy the ids of shards to the new training and validation shards. Returns the number of
-    documents. Raises DataError if a shard is damaged, belongs to another tokenizer, or has an id
-    outside the vocabulary."""
+    documents. Raises DataError if a shard is damaged, belongs to another tokenizer, has another end
+    of text, or has an id outside the vocabulary."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
     for shard in shards:
         _check_ids(shard, tokenizer.vocab_size)
     ends = [shard.document_ends(end_of_text) for shard in shards]
+    for shard, borders in zip(shards, ends, strict=True):
+        if shard.count and not (shard.tokens[borders - 1] == end_of_text).any():
+            raise DataError(
+                f"{shard.path} was written with another end of text: none of its documents ends "
+                f"with {tokenizer.end_of_text_name!r} (id {end_of_text}), the end of text of this "
+                "training's tokenizer: name the text that was tokenized, or use the tokenizer of "
+                "the run that wrote the shard"
+            )
     count, lengths = sum(map(len, ends)), byte_lengths(tokenizer)
 
     def write(side: Side, ids: Ids) -> None:
