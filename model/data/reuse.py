@@ -7,7 +7,7 @@ leaves out which special token ends a document, so the documents are checked for
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from logitd.model.data.shards import Shard, ShardWriter, open_shard, outside
 from logitd.model.data.split import Side, lot_of, plan_split
 from logitd.model.data.vocabulary import tokenizer_sha256
 from logitd.model.data.windows import byte_lengths
+from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer
 
 CHUNK = 2**20
@@ -35,7 +36,8 @@ def reuse_shards(
 ) -> int:
     """Copy the ids of shards to the new training and validation shards. Returns the number of
     documents. Raises DataError if a shard is damaged, belongs to another tokenizer, has another end
-    of text, or has an id outside the vocabulary."""
+    of text, or has an id outside the vocabulary, or if a document is both in training and in
+    validation shards."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
@@ -52,22 +54,31 @@ def reuse_shards(
             )
     count, lengths = sum(map(len, ends)), byte_lengths(tokenizer)
 
+    def documents(name: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[int, Ids]]:
+        """The lot and the ids of each document in the shards with such a name."""
+        for shard, borders in zip(shards, ends, strict=True):
+            for start, end in pairwise([0, *borders.tolist()] if name(shard.path.name) else []):
+                ids = shard.tokens[start:end]
+                yield lot_of(part.astype("<u4").tobytes() for part in _chunks(ids)), ids
+
     def write(side: Side, ids: Ids) -> None:
         for part in _chunks(ids):
             writers[side].append(part, int(lengths[part].sum()))
 
     if any(path.name == VALIDATION for path in paths):
+        if len({path.parent for path in paths}) > 1:  # a run holds out all copies of a document
+            held_out = {lot for lot, _ in documents(VALIDATION.__eq__)}
+            if both := sum(lot in held_out for lot, _ in documents(VALIDATION.__ne__)):
+                raise DataError(
+                    f"{pluralize(both, 'document')} of the training shards are in a validation "
+                    "shard of another run too, so the validation loss would be too low: name the "
+                    "shards of one run, or the text that was tokenized"
+                )
         for shard, borders in zip(shards, ends, strict=True):
             side: Side = "val" if shard.path.name == VALIDATION else "train"
             writers[side].ends.extend((writers[side].count + borders).tolist())
             write(side, shard.tokens)
         return count
-
-    def documents() -> Iterator[tuple[int, Ids]]:
-        for shard, borders in zip(shards, ends, strict=True):
-            for start, end in pairwise([0, *borders.tolist()]):
-                ids = shard.tokens[start:end]
-                yield lot_of(part.astype("<u4").tobytes() for part in _chunks(ids)), ids
 
     split = plan_split(((lot, len(ids)) for lot, ids in documents()), val_fraction)
     for lot, ids in documents():

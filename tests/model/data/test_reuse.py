@@ -110,6 +110,15 @@ def test_existing_split_is_kept(tmp_path: Path) -> None:
     )
 
 
+def test_document_that_another_run_held_out_is_refused(tmp_path: Path) -> None:
+    for name, sides in {"a": ([b"1", b"2"], [b"3"]), "b": ([b"3", b"1", b"3"], [b"2"])}.items():
+        (tmp_path / name).mkdir()
+        for side, documents in zip(("train", "val"), sides, strict=True):
+            write(tmp_path / name / f"{side}.tokens", documents)
+    with pytest.raises(DataError, match=r"^3 documents of the training shards are in a validation"):
+        reused(tmp_path / "out", *sorted(tmp_path.glob("?/*.tokens")))
+
+
 @pytest.mark.parametrize("documents", [[b"a"], [b"a", b"b", b"c"]])
 def test_another_end_of_text_is_refused(tmp_path: Path, documents: list[bytes]) -> None:
     """Both tokenizers have the same special tokens, hence the same hash."""
