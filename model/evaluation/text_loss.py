@@ -10,8 +10,9 @@ dtype:
     quantized weights,  the serving decoders, token by token
     keys or values
 
-On the held-out text of a run, in the dtype of training, the result equals the trainer's if the
-trainer evaluated on the whole text (`eval_batches`). In float32 the two results differ by rounding.
+On the held-out text of a run, the result differs from the trainer's, which leaves out the tokens
+after the last whole window and may evaluate on a part of the text (`eval_batches`). In float32 the
+losses of a token differ by rounding.
 
 The tokens are written to disk, so the text may be larger than memory. A window may contain the end
 of one document and the start of the next, as in training. `model/evaluation/quantization.py`
