@@ -105,7 +105,7 @@ def read_curve(path: Path, card: str | None) -> Curve:
 
 
 def _folder_of_log(path: Path) -> Path:
-    return run_of(path) or path.resolve().parent
+    return run_of(path) or path.resolve()
 
 
 def read_progress(path: Path) -> Progress | None:

@@ -13,6 +13,8 @@ BEST, LATEST = "best", "latest"
 """Two links: to the checkpoint with the lowest validation loss, and to the newest checkpoint."""
 HISTORY = "history"
 """Folder of the checkpoints that `--keep-every` keeps."""
+BASE = "base"
+"""Folder with a copy of the checkpoint whose adapters a run trains."""
 STEP = re.compile(r"step-(\d{6,})")
 """Matches the name of a checkpoint in a run or in its history."""
 LOCK = "run.lock"
@@ -57,10 +59,11 @@ def is_run(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run that contains a checkpoint; None if it is not in a run. Links are followed."""
-    folder = path.resolve().parent
-    run = folder.parent if folder.name == HISTORY else folder
-    return run if is_run(run) else None
+    """The run that wrote a checkpoint in its folder; None if there is none, and for the base of a
+    run's adapters, which another training wrote. Links are followed."""
+    path = path.resolve()
+    run = path.parent.parent if path.parent.name == HISTORY else path.parent
+    return run if path.name != BASE and is_run(run) else None
 
 
 def name_of(path: Path) -> str:

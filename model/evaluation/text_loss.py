@@ -10,8 +10,9 @@ dtype:
     quantized weights,  the serving decoders, token by token
     keys or values
 
-On the held-out text of a run, in the dtype of training, the result equals the trainer's if the
-trainer evaluated on the whole text (`eval_batches`). In float32 the two results differ by rounding.
+On the held-out text of a run, the result differs from the trainer's, which leaves out the tokens
+after the last whole window and may evaluate on a part of the text (`eval_batches`). In float32 the
+losses of a token differ by rounding.
 
 The tokens are written to disk, so the text may be larger than memory. A window may contain the end
 of one document and the start of the next, as in training. `model/evaluation/quantization.py`
@@ -34,6 +35,7 @@ from torch import Tensor
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard, open_shard, write_shard
+from logitd.model.data.sources.document import Text
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.special_names import SpecialNames
@@ -130,6 +132,7 @@ def text_loss(
                 batch_size=batch_size,
                 name=name,
             )
+            batch_size = min(batch_size, len(windows.starts))  # each row has a cache
             began = time.monotonic()
             if isinstance(loaded.network, CodeModel):
                 evaluation = _summed(_by_code(loaded.network, windows), windows)
@@ -164,26 +167,43 @@ def _text(
     """The text's name and its tokens, on disk until the block ends."""
     require_vocabulary(checkpoint.tokenizer, checkpoint.name)
     if not data:
+        if reading != AS_USUAL:
+            raise DataError(
+                "--text-field, --split-at and --max-download-mb are for the text of --data: name "
+                "one, or remove them"
+            )
         yield held_out_text(checkpoint)
         return
-    text, tokenizer = open_text(data, reading), checkpoint.tokenizer
+    text = open_text(data, reading)
     if text.shards:
         raise DataError(
             f"{text.name} contains token ids, not text: name the text that was tokenized, or "
             "remove --data to use the run's held-out text"
         )
-    identity, vocab_size = tokenizer_sha256(tokenizer), tokenizer.vocab_size
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
-        path = Path(folder) / "text.tokens"
-        names = SpecialNames(tokenizer.special_tokens)
-        with write_shard(path, vocab_size=vocab_size, tokenizer_sha256=identity) as writer:
-            for document in text.documents:
-                for piece in names.pieces(document.pieces()):
-                    ids = encode(tokenizer, piece, special_ids=checkpoint.special_ids)
-                    writer.append(ids, len(piece.encode()))
-                if tokenizer.end_of_text is not None:
-                    writer.append([tokenizer.end_of_text], 0)
-        yield text.name, open_shard(path, identity)
+        try:
+            shard = _written(text, checkpoint, Path(folder) / "text.tokens")
+        except OSError as error:
+            raise DataError(
+                f"{text.name} cannot be read, or its tokens cannot be stored in {folder} "
+                f"({error.strerror or error}): make room there, or set TMPDIR to another folder"
+            ) from error
+        yield text.name, shard
+
+
+def _written(text: Text, checkpoint: CheckpointInfo, path: Path) -> Shard:
+    """Tokenize a text into a shard at `path`."""
+    tokenizer = checkpoint.tokenizer
+    identity, vocab_size = tokenizer_sha256(tokenizer), tokenizer.vocab_size
+    names = SpecialNames(tokenizer.special_tokens)
+    with write_shard(path, vocab_size=vocab_size, tokenizer_sha256=identity) as writer:
+        for document in text.documents:
+            for piece in names.pieces(document.pieces()):
+                ids = encode(tokenizer, piece, special_ids=checkpoint.special_ids)
+                writer.append(ids, len(piece.encode()))
+            if tokenizer.end_of_text is not None:
+                writer.append([tokenizer.end_of_text], 0)
+    return open_shard(path, identity)
 
 
 def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement) -> ValidationLoss:

@@ -3,7 +3,8 @@ promotes.
 
 The direction of a feature, its row of the decoder, takes the place of the last residual stream. The
 engine's final norm and head then turn it into logits, like any stream. The logits of a zero stream
-are subtracted, so that biases do not count.
+are subtracted, so that biases do not count. The division by the norm and the logits' softcap depend
+on the rest of the stream, so both are undone.
 """
 
 from collections.abc import Mapping
@@ -93,13 +94,16 @@ def described_feature(
     request: OutputsRequest | None,
     computed: Computed,
     tokenizer: Tokenizer,
+    config: GPTConfig,
 ) -> dict[str, Any]:
     """The facts about a feature. `computed` has the logits of `request`."""
     facts, promoted, suppressed = stored.facts, None, None
     if request is not None:
         direction = stored.direction(index)
-        raised, neutral = computed.rows[request.request_id]
-        logits = (raised - neutral) * (np.linalg.norm(direction) / len(direction) ** 0.5)
+        raised, neutral = (_uncapped(row, config) for row in computed.rows[request.request_id])
+        centers = config.final_norm and config.norm == "layernorm"
+        scale = direction.std() if centers else np.linalg.norm(direction) / len(direction) ** 0.5
+        logits = (raised - neutral) * scale
         order = np.argsort(-logits, kind="stable")
         promoted = [_logit(tokenizer, int(token_id), logits) for token_id in order[:PROMOTED]]
         suppressed = [
@@ -118,6 +122,12 @@ def described_feature(
         "promoted": promoted,
         "suppressed": suppressed,
     }
+
+
+def _uncapped(logits: Any, config: GPTConfig) -> Any:
+    """Logits (V,) before the softcap. Near the limit they have few digits."""
+    cap, largest = config.logit_softcap, np.nextafter(np.float32(1), np.float32(0))
+    return logits if cap is None else cap * np.arctanh(np.clip(logits / cap, -largest, largest))
 
 
 def _logit(tokenizer: Tokenizer, token_id: int, logits: Any) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class SaeSettings(ComputeSettings):
     tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens to train on, instead of --minutes: with the same seed and threads, the "
-        "result then has the same bits",
+        description="tokens to train on, in whole batches of 1,024, instead of --minutes: with the "
+        "same seed and threads, the result then has the same bits",
     )
     minutes: float = Field(
         10,

@@ -27,6 +27,12 @@ TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 GZIP_ENCODINGS = ("gzip", "x-gzip")
 REPORT_EVERY = 2.0
 """Seconds between two progress reports."""
+TABLES = {
+    "text/csv": ".csv",
+    "text/tab-separated-values": ".tsv",
+    "application/vnd.apache.parquet": ".parquet",
+}
+"""Suffixes of tables, by media type."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,20 @@ def _checked(url: str) -> httpx.URL:
     return address
 
 
-def _check_type(address: httpx.URL, final: httpx.URL) -> None:
-    """Raise DataError if redirects led to a type of file that the address does not name."""
-    named, found = (_type(url.path) for url in (address, final))
+def _check_type(address: httpx.URL, reply: httpx.Response) -> None:
+    """Raise DataError if redirects, or the header of a file without a suffix, show a type of file
+    that the address does not name."""
+    named, found = (_type(url.path) for url in (address, reply.url))
+    way_out = "download the file and name it with --data"
+    if found:
+        way_out = f"name that address, or {way_out}"
+    elif not Path(reply.url.path).suffix:
+        media_type = reply.headers.get("content-type", "").partition(";")[0].strip().lower()
+        found = TABLES.get(media_type, "")
     if found and found != named:
         raise DataError(
-            f"{address} leads to {final}, a file of type {found}, which the name does not show: "
-            "name that address, or download the file and name it with --data"
+            f"{address} leads to {reply.url}, a file of type {found}, which the name does not "
+            f"show: {way_out}"
         )
 
 
@@ -134,7 +147,7 @@ def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> 
     with client, client.stream("GET", address) as reply:
         if reply.status_code != 200:
             raise DataError(f"{reply.url} answered {reply.status_code} {reply.reason_phrase}")
-        _check_type(address, reply.url)
+        _check_type(address, reply)
         length = reply.headers.get("content-length", "")
         encoding = reply.headers.get("content-encoding", "identity").lower()
         if encoding not in ("identity", *GZIP_ENCODINGS):

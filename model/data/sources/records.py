@@ -84,7 +84,9 @@ def csv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Docume
 
 def tsv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
     """The text in the column `field` of each row of an open file. A quotation mark is an ordinary
-    character, as in IANA's text/tab-separated-values. Raises DataError for CSV's quotes."""
+    character, as in IANA's text/tab-separated-values. Raises DataError for CSV's quotes. With a
+    single column, a text over several lines would not show in the number of columns, so an open
+    quotation mark is refused."""
     yield from _rows(file, name, field, "\t", quotes=False)
 
 
@@ -92,8 +94,16 @@ def _rows(
     file: TextIO, name: str, field: str | None, delimiter: str, *, quotes: bool = True
 ) -> Iterator[Document]:
     csv.field_size_limit(LONGEST_LINE)  # process-wide; the default refuses long texts
+    line = ""
+
+    def lines() -> Iterator[str]:
+        nonlocal line
+        for each in file:
+            line = each
+            yield each
+
     rows = csv.reader(
-        file,
+        lines(),
         delimiter=delimiter,
         quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE,
         strict=True,
@@ -102,11 +112,17 @@ def _rows(
     try:
         if (header := next(rows, None)) is None:
             return
+        alone = not line.endswith("\r")
         if not quotes and any(map(CSV_QUOTED.fullmatch, header)):
             raise DataError(f"{name}, line 1 has quoted names ({header[0]}){way_out}")
         column = header.index(_known(name, "column", field, header))
         for row in rows:
             where = f"{name}, line {rows.line_num}"
+            if alone and line.endswith("\r"):
+                raise DataError(
+                    f"{where} ends with a carriage return alone, unlike line 1: quote the text "
+                    "that contains it, or write JSON lines"
+                )
             if row and len(row) != len(header):
                 counts = f"has {len(row)} columns; the header has {len(header)}"
                 raise DataError(f"{where} {counts}{way_out}")
@@ -115,6 +131,11 @@ def _rows(
             text = row[column]
             if not quotes and '""' in text[1:-1] and CSV_QUOTED.fullmatch(text):
                 raise DataError(f"{where} has a text with doubled quotes{way_out}")
+            if not quotes and len(row) == 1 and text.startswith('"') and text.count('"') % 2:
+                raise DataError(
+                    f"{where} begins with a quotation mark that it does not close{way_out}; if "
+                    "each line is a text, write JSON lines"
+                )
             yield from _document(where, text)
     except csv.Error as error:
         raise DataError(f"{name}, line {rows.line_num} is not CSV: {error}") from error

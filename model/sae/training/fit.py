@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from logitd.model.sae.files import AutoencoderError
 from logitd.model.transformer.autoencoder import Autoencoder
 
 BATCH = 1024
@@ -75,8 +76,13 @@ def fit(
 ) -> tuple[Mapping[str, Tensor], int]:
     """Train on batches (B, D) until the length is reached. Returns the weights, keyed by SAELens'
     names, and the number of training tokens. If the length is in tokens, the weights are a function
-    of the batches and the seed."""
+    of the batches and the seed. Raises AutoencoderError if the stage is constant."""
     batch = next(batches)
+    if (batch == batch[0]).all():
+        raise AutoencoderError(
+            f"the stage has the same values at all {len(batch):,} positions of the first batch, so "
+            "it has no features: choose another stage, or a checkpoint that was trained longer"
+        )
     center = batch.mean(dim=0)
     scale = (batch - center).square().mean().sqrt().clamp(min=1e-12)
     learner = _Learner(batch.shape[1], features, k, seed)

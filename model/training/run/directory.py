@@ -28,6 +28,7 @@ from typing import Any
 
 from logitd.model.checkpoint.card_and_curve import METRICS, SAMPLE, SAMPLES
 from logitd.model.checkpoint.run_folder import (
+    BASE,
     BEST,
     HISTORY,
     LATEST,
@@ -55,7 +56,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data = path / DATA
-        self.base = path / "base"
+        self.base = path / BASE
         self.state = path / "state" / "state.pt"
         self.plot = path / PLOT
         self.history = path / HISTORY

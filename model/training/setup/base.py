@@ -14,7 +14,7 @@ import torch
 from logitd.model.checkpoint.adapter import changed_field
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
 from logitd.model.checkpoint.load import load_weights
-from logitd.model.checkpoint.run_folder import is_run
+from logitd.model.checkpoint.run_folder import run_of
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.finetune import Base
 from logitd.model.training.configuration.resolve import ResolvedTraining
@@ -35,7 +35,7 @@ def open_base(path: Path) -> Base:
     training = info.training
     resolved = info.path.resolve()  # `best` is a link into the run
     record = {
-        "name": f"{info.name}/{resolved.name}" if is_run(resolved.parent) else info.name,
+        "name": f"{info.name}/{resolved.name}" if run_of(resolved) else info.name,
         "weights_sha256": info.weights_sha256,
         "model": info.config.to_dict(),
         "step": training.step,

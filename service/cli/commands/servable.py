@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS, is_checkpoint
-from logitd.model.checkpoint.run_folder import BEST, RUN, checkpoint_of, is_run, may_become_run
+from logitd.model.checkpoint.run_folder import (
+    BASE,
+    BEST,
+    RUN,
+    checkpoint_of,
+    is_run,
+    may_become_run,
+)
 from logitd.model.files import CONFIG_BYTES, FileError, parse_json, read_regular, require_regular
 from logitd.service.cli.program_name import command
 from logitd.service.settings.common import BUNDLED_CHECKPOINT
@@ -108,8 +115,10 @@ def _adapter(path: Path, base: str) -> str:
 
 
 def _base_of(run: Path) -> str:
-    """The path of the checkpoint that a run adapts, as given on the run's command line; "BASE" if
-    it cannot be read."""
+    """The path of the checkpoint that a run adapts: the run's copy, or the path on the run's
+    command line; "BASE" if it cannot be read."""
+    if (kept := run / BASE).is_dir():
+        return str(kept)
     try:
         document = json.loads(read_regular(run / RUN, CONFIG_BYTES))
         return str(document["config"]["from_checkpoint"] or "BASE")

@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize
+from logitd.model.text.tokenizer import TokenizerError
 from logitd.service.application.server import serve
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.commands.health import local_url
@@ -129,7 +131,7 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
         console.print(Text.assemble((f"{name:<12}", "bold"), visible(value)))
     key = "-H 'Authorization: Bearer KEY' " if first.keys.names else ""
     body: dict[str, Any] = {"model": first.name} if models.several else {}
-    body |= {"prompt": _suitable_prompt(first.checkpoint), "max_tokens": 40}
+    body |= _suitable_request(first.checkpoint)
     # Write everything at once, so that a program that reads the banner never sees "try it" without
     # a command.
     console.print(
@@ -139,14 +141,17 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     )
 
 
-def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
-    """A prompt that suits the model. It is the held-out text from which the sample in the
-    checkpoint's card was generated. If the card has no sample, or the vocabulary has no text, it is
-    the token that begins a document."""
+def _suitable_request(checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """A prompt that suits the model, and the number of tokens to generate. The prompt is the
+    held-out text from which the sample in the checkpoint's card was generated. If the card has no
+    sample, or its prompt does not fit the model, it is the token that begins a document."""
+    tokenizer, context = checkpoint.tokenizer, checkpoint.shape.context_length
     prompt = sampled_prompt(read_card(checkpoint.path))
-    if prompt and checkpoint.tokenizer.has_text:
-        return prompt
-    return [checkpoint.tokenizer.end_of_text or 0]
+    if prompt and tokenizer.has_text:
+        with suppress(TokenizerError):
+            if (room := context - len(tokenizer.encode(prompt))) > 0:
+                return {"prompt": prompt, "max_tokens": min(40, room)}
+    return {"prompt": [tokenizer.end_of_text or 0], "max_tokens": min(40, context - 1)}
 
 
 def _models(models: Models) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import { ofPrompt } from "./interventions.js";
 import { percent, texts } from "./tokens.js";
 
 const FRAME_MS = 700;
-const COMPLETION = 32; // tokens
+const COMPLETION = 32; // maximum number of tokens
 const SHOWN = 8; // likeliest tokens
 const COLUMNS = 10; // positions of the lens
 const RANDOM = 20; // length of the repeated sequence, in tokens
@@ -33,7 +33,7 @@ export class Film {
   #wanted; // the step to show first, as a string
   #head = null; // { layer, head }; null until the scores of the last step are known
   #random; // ids of the repeated sequence
-  #prompt = null; // { key, body }
+  #prompt = null; // { key, body, room: the number of tokens that fit after the prompt }
   #frames = new Map(); // by step: the results for the prompt
   #scores = new Map(); // by step: induction scores, [layer][head]
   #loading = null; // AbortController of the requests in progress
@@ -121,16 +121,20 @@ export class Film {
 
   async #fetch(at, signal) {
     const step = this.#step(at);
-    const { body } = this.#prompt;
+    const prompted = this.#prompt;
+    const { body } = prompted;
     const asked = { ...body, interventions: ofPrompt(body.interventions), step };
     if (!this.#scores.has(step)) this.#scores.set(step, await this.#score(step, signal));
     let frame = this.#frames.get(step);
     if (!frame) {
-      const completion = await post("/generate", { ...body, step, max_tokens: COMPLETION, temperature: 0, logprobs: SHOWN, prompt_logprobs: 0 }, signal);
+      const { info, vocabulary } = this.#app;
+      prompted.room ??= info.limits.context_length - (await vocabulary.tokens(body.prompt, signal)).length;
+      const count = Math.max(0, Math.min(COMPLETION, prompted.room));
+      const completion = await post("/generate", { ...body, step, max_tokens: count, temperature: 0, logprobs: SHOWN, prompt_logprobs: 0 }, signal);
       const prompt = completion.prompts[0].tokens;
       const positions = [...prompt.keys()].slice(-COLUMNS);
       const lens = await post("/lens", { ...asked, positions, top_k: 1 }, signal);
-      frame = { prompt, tokens: completion.choices[0].tokens, lens: lens.prompts[0].positions, maps: new Map() };
+      frame = { prompt, tokens: completion.choices[0].tokens ?? [], lens: lens.prompts[0].positions, maps: new Map() };
     }
     const { layer, head } = this.#head;
     const chosen = { positions: "all", layers: [layer], heads: [head] };

@@ -13,6 +13,28 @@ const WAYS = [["zero", "switch off"], ["scale", "scale"], ["steer", "add a direc
 
 const PLACES = [["all", "all"], ["last", "last token"], ["prompt", "prompt"], ["generated", "completion"]];
 
+// The numbers in one of a stage's names, which have N in the stage's own name: "0", or "0.3" for blocks.0.heads.3; "" if it
+// has none.
+function numbersIn(stage, name) {
+  const parts = stage.name.split(".");
+  return name.split(".").filter((part, at) => part !== parts[at]).join(".");
+}
+
+// The stage's name with these numbers, or with * in their place.
+function nameOf(stage, numbers) {
+  if (numbers === "*") return stage.name.split(".").map((part) => (part === "N" ? "*" : part)).join(".");
+  return stage.names.find((name) => numbersIn(stage, name) === numbers);
+}
+
+// Fill a list with the numbers of a stage. The chosen one is kept if the stage has it.
+function listNumbers(select, stage, more = []) {
+  const { value } = select;
+  const numbers = stage.names.map((name) => numbersIn(stage, name));
+  select.replaceChildren(...choice([...more, ...numbers.map((each) => [each, each])]).children);
+  select.value = numbers.includes(value) || more.some(([each]) => each === value) ? value : numbers[0];
+  select.parentElement.hidden = numbers[0] === "";
+}
+
 export class Inside {
   #app;
   #stages = null;
@@ -24,7 +46,13 @@ export class Inside {
   async open() {
     if (this.#stages === null) {
       await fill(find("change"), async (signal) => {
-        this.#stages = (await get("/stages", signal)).stages;
+        const byName = new Map(); // submodules of an owner's code with one name may differ in shape
+        for (const stage of (await get("/stages", signal)).stages) {
+          const known = byName.get(stage.name);
+          if (known) known.names.push(...stage.names);
+          else byName.set(stage.name, stage);
+        }
+        this.#stages = [...byName.values()];
         this.#listViews();
         return this.#changeForm();
       });
@@ -38,14 +66,14 @@ export class Inside {
     this.#view();
   }
 
-  #layers = () => Array.from({ length: this.#app.info.config.n_layer }, (_, layer) => [`${layer}`, `${layer}`]);
+  #stage = (select) => this.#stages.find(({ name }) => name === find(select).value);
 
   #changeForm() {
     const changeable = this.#stages.filter((stage) => stage.changeable);
     const labels = {
       way: labeled("change", choice(WAYS, { id: "change-way" })),
       stage: labeled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
-      layer: labeled("layer", choice([["*", "all"], ...this.#layers()], { id: "change-layer" })),
+      layer: labeled("layer", choice([["0", "0"]], { id: "change-layer" })),
       heads: labeled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
       units: labeled("units", element("input", { id: "change-units", placeholder: "all, or 17, 300", size: 10 })),
       positions: labeled("positions", choice(PLACES, { id: "change-positions" })),
@@ -57,11 +85,11 @@ export class Inside {
     const hasHeads = ({ axes }) => axes.some((axis) => axis.endsWith("head"));
     const best = changeable.find(({ name }) => name === "blocks.N.attention.heads") ?? changeable[0];
     stage.value = best.name;
-    layer.value = "0";
     heads.value = hasHeads(best) ? "0" : "";
     const onchange = () => {
-      labels.layer.hidden = !stage.value.includes("N");
-      labels.heads.hidden = !hasHeads(changeable.find(({ name }) => name === stage.value));
+      const chosen = changeable.find(({ name }) => name === stage.value);
+      listNumbers(layer, chosen, [["*", "all"]]);
+      labels.heads.hidden = !hasHeads(chosen);
       labels.factor.hidden = !["scale", "steer"].includes(way.value);
       labels.from.hidden = !["steer", "patch"].includes(way.value);
       labels.minus.hidden = way.value !== "steer";
@@ -84,7 +112,7 @@ export class Inside {
   #change(labels) {
     const given = (name) => (labels[name].hidden ? "" : labels[name].control.value);
     const operation = { zero: "zero", scale: "scale", steer: "add", patch: "set" }[given("way")];
-    const made = { stage: given("stage").replace("N", given("layer")), operation, positions: given("positions") };
+    const made = { stage: nameOf(this.#stage("change-stage"), given("layer")), operation, positions: given("positions") };
     for (const name of ["heads", "units"]) {
       const written = given(name).trim();
       if (written === "" || written === "all") continue;
@@ -128,18 +156,18 @@ export class Inside {
     const shown = this.#stages.filter(({ name }) => name !== "logits");
     const stage = choice(shown.map(({ name }) => [name, name]), { id: "view-stage" });
     stage.value = shown.some(({ name }) => name === "blocks.N.mlp.hidden") ? "blocks.N.mlp.hidden" : shown[0].name;
-    const layer = choice(this.#layers(), { id: "view-layer" });
+    const layer = choice([["0", "0"]], { id: "view-layer" });
     const head = choice(Array.from({ length: this.#app.info.config.n_head }, (_, index) => [`${index}`, `${index}`]), { id: "view-head" });
     const fields = element("div", { class: "row", onchange: () => this.#view() }, labeled("stage", stage), labeled("layer", layer), labeled("head", head));
     find("view-fields").replaceChildren(fields);
   }
 
   #view() {
-    const stage = this.#stages.find(({ name }) => name === find("view-stage").value);
+    const stage = this.#stage("view-stage");
     const headAxis = stage.axes.find((axis) => axis === "n_head" || axis === "n_kv_head");
-    find("view-layer").parentElement.hidden = !stage.name.includes("N");
+    listNumbers(find("view-layer"), stage);
     find("view-head").parentElement.hidden = headAxis === undefined;
-    const stages = [stage.name.replace("N", find("view-layer").value)];
+    const stages = [nameOf(stage, find("view-layer").value)];
     const heads = headAxis && [Math.min(Number(find("view-head").value), stage.shape[1] - 1)];
     const draw = async ({ prompt, tokens, interventions }, signal) => {
       const { shape, values } = await postArray("/activations", { prompt, positions: "all", stages, heads, interventions }, signal);

@@ -39,6 +39,7 @@ class App {
     this.restored = restored;
     this.vocabulary = new Vocabulary(info.vocabulary === "none");
     this.interventions = new Interventions(find("changes"), () => this.#changed());
+    find("max_tokens").value = Math.min(find("max_tokens").value, Math.ceil(info.limits.context_length / 2));
     this.restore(restored);
     this.remember = debounced(200, () => this.keep("replaceState"));
     const models = info.models.filter(({ status }) => status !== "failed").map(({ model }) => model);
@@ -223,11 +224,12 @@ class App {
   }
 }
 
-// A prompt that suits the model: the first words of a text that it generates.
+// A prompt that suits the model: the first words of a text that it generates. Half of the context is left for completions.
 async function firstPrompt(info) {
   if (info.vocabulary === "none") return "0";
   const { eos_token_id: end } = await get("/tokenizer_info");
-  const body = { prompt: [end ?? 0], max_tokens: 40, seed: 7, temperature: 0.7, ignore_eos: true };
+  const count = Math.min(40, Math.floor(info.limits.context_length / 2));
+  const body = { prompt: [end ?? 0], max_tokens: count, seed: 7, temperature: 0.7, ignore_eos: true };
   const { text } = (await post("/generate", body)).choices[0];
   const lines = text.replaceAll("�", "").trimStart().slice(0, 90);
   return lines.includes(" ") ? lines.slice(0, lines.lastIndexOf(" ")) : lines;

@@ -81,6 +81,14 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
         yield running
 
 
+@pytest.fixture(scope="package")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    """As `film`, with a context of 16 tokens."""
+    run = save_run(tmp_path_factory.mktemp("short") / "run", context_length=16)
+    with ServedProcess(str(run), "--history", "--threads", "1") as running:
+        yield running
+
+
 @pytest.fixture
 def new_page(browser: Any) -> Iterator[NewPage]:
     """Open pages. An error on a page, or a request to another host, fails the test."""

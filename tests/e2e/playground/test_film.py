@@ -42,6 +42,20 @@ def test_film_shows_each_step_as_the_api(film: ServedProcess, new_page: NewPage)
     assert "Step 1 of 16" in linked.inner_text("#film-line")
 
 
+def test_completions_fit_a_short_context(short: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(short.url))
+    page.click("#go")
+    page.wait_for_function("document.querySelector('#status').textContent.includes(', seed ')")
+    open_tab(page, "film", "#film-text .tokens")
+    for prompt, completion in (("abcdefghijkl", 4), ("abcdefghijklmnop", 0)):
+        page.fill("#prompt", prompt)
+        count = "document.querySelectorAll('#film-text .token"
+        page.wait_for_function(f"{count}.of-prompt').length === {len(prompt)}")
+        page.wait_for_function("!document.querySelector('#film-line').textContent.includes('load')")
+        assert page.locator("#film-text .token.sure").count() <= completion
+        assert page.inner_text("#film-problem") == page.inner_text("#page-problem") == ""
+
+
 def test_step_can_be_chosen_while_the_history_is_read_again(
     film: ServedProcess, new_page: NewPage
 ) -> None:

@@ -200,6 +200,19 @@ def test_owner_code_model_has_tabs_of_logits_and_stages(tmp_path: Path, new_page
         open_tab(page, "inside", "#change-stage")
         stages = page.locator("#change-stage option").all_inner_texts()
         assert "blocks.N.qkv" in stages
+        for stage, numbers in (("blocks.N.qkv", "1"), ("norm", "")):
+            page.select_option("#view-stage", stage)
+            assert page.is_visible("#view-layer") == bool(numbers)
+            if numbers:
+                page.select_option("#view-layer", numbers)
+            label = stage.replace("N", numbers)
+            page.wait_for_function(f"document.querySelector('#view [aria-label^=\"{label}.\"]')")
+        page.select_option("#change-stage", "blocks.N.qkv")
+        page.select_option("#change-layer", "1")
+        page.click("#change button[type=submit]")
+        page.wait_for_function(
+            "document.querySelector('#effect .hint').textContent.includes('bits')"
+        )
 
 
 def test_docs_page_works_under_the_policy(server: ServedProcess, new_page: NewPage) -> None:

@@ -24,6 +24,7 @@ def checkpoint_in(run: Path, *records: object, end: str = "\n") -> Path:
     """Return a checkpoint folder in a run whose log contains these records."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     (run / METRICS).write_text("\n".join(lines) + end)
+    (run / "run.json").write_text("{}")
     path = run / "step-000010"
     path.mkdir(exist_ok=True)
     return path
@@ -49,8 +50,8 @@ def test_curve_comes_from_the_run(tmp_path: Path) -> None:
     assert read_curve(best, "| 1 | 9.0000 | 9.0000 |") == expected, (
         "the curve is the run's, not the card's"
     )
-    (tmp_path / "run.json").write_text("{}")
     assert read_curve(tmp_path / "history" / "step-000005", None) == expected
+    assert read_curve(tmp_path / "base", None) == Curve(), "another training wrote the base"
 
 
 def test_curve_without_a_run_comes_from_the_card(tmp_path: Path) -> None:

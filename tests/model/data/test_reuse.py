@@ -20,9 +20,14 @@ TOKENIZER = Tokenizer(ranks=BYTES, pattern=".", special_tokens={END_OF_TEXT: 256
 END = 256
 
 
-def write(path: Path, documents: list[bytes], *, ended: bool = True) -> Path:
+IDENTITY = tokenizer_sha256(TOKENIZER)
+
+
+def write(
+    path: Path, documents: list[bytes], *, ended: bool = True, identity: bytes = IDENTITY
+) -> Path:
     """Write a shard of byte tokens, and return its path."""
-    with writer(path) as shard:
+    with writer(path, identity) as shard:
         for number, document in enumerate(documents):
             shard.append(list(document), len(document))
             if ended or number < len(documents) - 1:
@@ -31,9 +36,8 @@ def write(path: Path, documents: list[bytes], *, ended: bool = True) -> Path:
     return path
 
 
-def writer(path: Path) -> AbstractContextManager[ShardWriter]:
-    sha256 = tokenizer_sha256(TOKENIZER)
-    return write_shard(path, vocab_size=TOKENIZER.vocab_size, tokenizer_sha256=sha256)
+def writer(path: Path, identity: bytes = IDENTITY) -> AbstractContextManager[ShardWriter]:
+    return write_shard(path, vocab_size=TOKENIZER.vocab_size, tokenizer_sha256=identity)
 
 
 def reused(
@@ -44,7 +48,7 @@ def reused(
     names = {"train": folder / "train.tokens", "val": folder / "val.tokens"}
     with writer(names["train"]) as train, writer(names["val"]) as val:
         count = reuse_shards(paths, TOKENIZER, fraction, {"train": train, "val": val})
-    shards = [open_shard(path, tokenizer_sha256(TOKENIZER)) for path in names.values()]
+    shards = [open_shard(path, IDENTITY) for path in names.values()]
     sides = []
     for shard in shards:
         raw = [b"\0END" if token == END else bytes([token]) for token in shard.tokens.tolist()]
@@ -104,6 +108,33 @@ def test_existing_split_is_kept(tmp_path: Path) -> None:
         [b"a", b"b", b"c", b""],
         [b"d", b"e", b""],
     )
+
+
+def test_document_that_another_run_held_out_is_refused(tmp_path: Path) -> None:
+    for name, sides in {"a": ([b"1", b"2"], [b"3"]), "b": ([b"3", b"1", b"3"], [b"2"])}.items():
+        (tmp_path / name).mkdir()
+        for side, documents in zip(("train", "val"), sides, strict=True):
+            write(tmp_path / name / f"{side}.tokens", documents)
+    with pytest.raises(DataError, match=r"^3 documents of the training shards are in a validation"):
+        reused(tmp_path / "out", *sorted(tmp_path.glob("?/*.tokens")))
+
+
+@pytest.mark.parametrize("documents", [[b"a"], [b"a", b"b", b"c"]])
+def test_another_end_of_text_is_refused(tmp_path: Path, documents: list[bytes]) -> None:
+    """Both tokenizers have the same special tokens, hence the same hash."""
+    special = {END_OF_TEXT: 256, "<|im_end|>": 257}
+    ends = [
+        Tokenizer(ranks=BYTES, pattern=".", special_tokens=special, end_of_text_name=name)
+        for name in special
+    ]
+    identity, other = map(tokenizer_sha256, ends)
+    assert identity == other
+    path = write(tmp_path / "train.tokens", documents, identity=identity)
+    with (
+        writer(tmp_path / "out") as out,
+        pytest.raises(DataError, match=r"train\.tokens .* ends with '<\|im_end\|>' \(id 257\)"),
+    ):
+        reuse_shards([path], ends[1], 0.2, {"train": out, "val": out})
 
 
 def test_id_outside_the_vocabulary_is_refused_with_its_place(

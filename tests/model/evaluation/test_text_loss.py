@@ -1,6 +1,7 @@
 """The loss of a checkpoint on a text, compared with the losses computed from the model's forward
 pass and by the trainer."""
 
+import resource
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources import files
 from logitd.model.data.sources.python_text import python_text
+from logitd.model.data.sources.read_options import ReadOptions
+from logitd.model.evaluation import text_loss as module
+from logitd.model.evaluation.quantization import new_decoder
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.step.validate import bits_per_byte
 from logitd.model.training.trainer import train
@@ -137,6 +141,34 @@ def test_text_loss_refuses_an_impossible_request(tiny: Path, short: Path, tmp_pa
         text_loss(tiny)
     with pytest.raises(DataError, match=r"nowhere\.txt is not a file"):
         text_loss(tiny, [str(tmp_path / "nowhere.txt")])
+    with pytest.raises(DataError, match=r"--text-field.* text of --data"):
+        text_loss(tiny, reading=ReadOptions(split_at="--"))
+
+
+def test_full_disk_is_explained(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("a" * 20_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"stored in .*File too large.* TMPDIR"):
+            text_loss(tiny, [str(path)], dtype="float32", threads=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_batch_is_no_larger_than_the_text(
+    tiny: Path, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = []
+
+    def noted(*arguments: Any) -> Any:
+        slots.append(arguments[2])
+        return new_decoder(*arguments)
+
+    monkeypatch.setattr(module, "new_decoder", noted)
+    text_loss(tiny, [str(short)], dtype="float32", threads=1, batch_size=1000)
+    assert slots == [1]
 
 
 def test_whole_held_out_part_of_pythons_text_is_measured(tmp_path: Path) -> None:

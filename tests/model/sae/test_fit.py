@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from logitd.model.extraction.plan import Unit
+from logitd.model.sae.files import AutoencoderError
 from logitd.model.sae.training import fit as module
 from logitd.model.sae.training.activations import _shuffled
 from logitd.model.sae.training.fit import Length, fit, with_weights
@@ -61,6 +62,11 @@ def test_same_seed_gives_the_same_bits() -> None:
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+def test_constant_stage_is_refused() -> None:
+    with pytest.raises(AutoencoderError, match="same values at all 9 positions"):
+        fit(iter([torch.zeros(9, WIDTH)]), COUNT, ACTIVE, Length(9, 0, 1), seed=0)
 
 
 def test_dead_features_learn_from_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
-from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.llm import LLM, LoadError
 from logitd.service.application.app import create_app
 from logitd.service.client import Client
@@ -116,26 +115,36 @@ def test_llm_computes_the_bits_of_the_server(
         LLM(checkpoint.path, saes={"mine": "nowhere"}, **options)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"logit_softcap": 6.0, "head_bias": True},
+        {"norm": "rmsnorm", "logit_softcap": 6.0},
+        {"norm_position": "post"},
+    ],
+)
 def test_feature_promotes_what_its_direction_does_through_the_head(
-    featured: Serving, checkpoint: CheckpointInfo
+    folder: Path, tmp_path: Path, shape: dict[str, Any]
 ) -> None:
-    reply = FeatureReply.model_validate(featured.client.get("/features/5").json())
+    gpt = tiny_gpt(tiny_config(**shape))
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny", gpt=gpt)
+    with serving(checkpoint.path, sae=(ModelSource(folder, "mine"),)) as server:
+        reply = FeatureReply.model_validate(server.client.get("/features/5").json())
     assert (reply.sae, reply.stage, reply.index, reply.density) == ("mine", STAGE, 5, 0.25)
     assert reply.checkpoint.weights_sha256 == checkpoint.weights_sha256
-    _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=torch.float32)
     direction = AUTOENCODER.decoder[5]
-    centered = direction - direction.mean()
-    length = direction.norm() / WIDTH**0.5 / centered.square().mean().sqrt()
-    logits = gpt.head_parameters()[0][: checkpoint.config.vocab_size] @ (
-        length * centered * gpt.final_norm.weight
-    )
+    if gpt.config.final_norm:
+        centered = direction - direction.mean() * (gpt.config.norm == "layernorm")
+        direction = centered * gpt.get_parameter("final_norm.weight")
+    logits = gpt.head_parameters()[0][: gpt.config.vocab_size] @ direction
     assert reply.promoted is not None
     assert reply.suppressed is not None
     order = logits.argsort(descending=True)
     assert [token.id for token in reply.promoted] == order[: len(reply.promoted)].tolist()
     assert reply.suppressed[0].id == int(order[-1])
     for token in (*reply.promoted, *reply.suppressed):
-        assert token.logit == pytest.approx(float(logits[token.id]), rel=1e-2, abs=1e-3)
+        assert token.logit == pytest.approx(float(logits[token.id]), rel=1e-3, abs=1e-3)
 
 
 def test_feature_shows_its_examples(featured: Serving) -> None:

@@ -22,7 +22,7 @@ from logitd.service.engine.submission import REPLACED
 from logitd.service.errors import ApiError
 from logitd.service.models import history
 from logitd.service.settings.serve import ServeSettings
-from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST
 from tests.service.models.test_reloader import ask, check_reply
 from tests.service.serving import (
@@ -43,15 +43,19 @@ BEST = 4
 LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
-def save_run(folder: Path) -> Path:
-    """Write a run with four kept steps. The number of a step is the seed of its weights."""
+def save_run(folder: Path, **shape: Any) -> Path:
+    """Write a run with four kept steps. The number of a step is the seed of its weights. `shape`
+    are fields of the model's configuration."""
+    config = tiny_config(**shape)
     for step in STEPS:
         record = training_record(step=step, val_loss=None)
         save_tiny_checkpoint(
-            folder / HISTORY / f"step-{step:06d}", tiny_gpt(seed=step), training=record
+            folder / HISTORY / f"step-{step:06d}", tiny_gpt(config, seed=step), training=record
         )
     save_tiny_checkpoint(
-        folder / f"step-{BEST:06d}", tiny_gpt(seed=BEST), training=training_record(step=BEST)
+        folder / f"step-{BEST:06d}",
+        tiny_gpt(config, seed=BEST),
+        training=training_record(step=BEST),
     )
     (folder / "best").symlink_to(f"step-{BEST:06d}")
     (folder / "run.json").write_text("{}")

@@ -98,6 +98,9 @@ def test_text_that_begins_like_records_is_text(tmp_path: Path, content: str) -> 
         ("a.tsv", '"id"\t"text"\n1\t"x"\n', r'a\.tsv, line 1 .*\("id"\).*rename .* to \.csv'),
         ("a.tsv", 'id\ttext\n1\t"x\ny"\n', r"a\.tsv, line 3 has 1 columns.*rename .* to \.csv"),
         ("a.tsv", 'id\ttext\n1\t"a ""b"""\n', r"a\.tsv, line 2 .*doubled.*rename .* to \.csv"),
+        ("a.tsv", 'text\na\n"x\ny"\n', r"a\.tsv, line 3 begins .*close.*rename .* to \.csv.*JSON"),
+        ("a.csv", "text\nold\rmac\n", r"a\.csv, line 2 ends with a carriage return alone"),
+        ("a.csv", 'text,n\r\n"x\ry",1\r\nz,2\r', r"a\.csv, line 4 ends with a carriage"),
         ("a.json", '{"messages": []}', r"a\.json, line 1 is a conversation.*chat template$"),
     ],
 )  # fmt: skip
@@ -117,6 +120,11 @@ def test_quotation_marks_in_tsv_are_text(tmp_path: Path) -> None:
     sentences = ['"Hello there', "second, line", 'she said so."', '"All."', 'a "" b', '""']
     rows = [f"{number}\t{text}" for number, text in enumerate(sentences)]
     assert texts(write(tmp_path / "a.tsv", "id\ttext", *rows)) == sentences
+
+
+def test_carriage_returns_may_end_every_row(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text\rone\rtwo\r")
+    assert texts(tmp_path / "a.csv") == ["one", "two"]
 
 
 def test_long_field_of_csv_is_read(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 from logitd.model.checkpoint.adapter import merge, read_adapter
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.checkpoint.load import load_checkpoint
+from logitd.model.data.errors import DataError
+from logitd.model.evaluation.held_out import held_out_text
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.finetune import LORA_RATE, WARMUP
@@ -267,6 +269,10 @@ def test_adapters_keep_a_base_that_its_run_removes(tune: Tune, tmp_path: Path) -
     merged = merge(moved / "base", moved, tmp_path / "merged", save_dtype="float32")
     assert merged.training.base is not None
     assert merged.training.base["name"] == "first/step-000002"
+    kept = read_checkpoint(moved / "base")
+    assert (kept.name, kept.training.step) == ("base", 2)
+    with pytest.raises(DataError, match="no held-out text"):
+        held_out_text(kept)
     assert not (train(tune(out=tmp_path / "other", lora=2, steps=1)).run / "base").exists()
 
 

@@ -190,15 +190,16 @@ def test_installation_without_the_bundled_checkpoint_does_not_offer_it(
     )
 
 
-def test_adapters_name_the_merge(capsys: pytest.CaptureFixture[str]) -> None:
-    save_tiny_checkpoint(Path("base"))
-    save_tiny_adapter(Path("run/step-000001"), Path("base"), tiny_gpt())
+@pytest.mark.parametrize("base", ["base", "run/base"])
+def test_adapters_name_the_merge(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_checkpoint(Path(base))
+    save_tiny_adapter(Path("run/step-000001"), Path(base), tiny_gpt())
     Path("run/best").symlink_to("step-000001")
     Path("run/run.json").write_text('{"config": {"from_checkpoint": "base"}}')
     message = refused(capsys, "run")
     commands = [line.split() for line in message.splitlines() if line.startswith("  logitd ")]
     assert commands == [
-        ["logitd", "merge", "base", "run/best", "run/merged"], ["logitd", "serve", "run/merged"],
+        ["logitd", "merge", base, "run/best", "run/merged"], ["logitd", "serve", "run/merged"],
     ]  # fmt: skip
     assert run(commands[0][1:]) == 0
     assert checkpoint_at(Path("run/merged")) == Path("run/merged")

@@ -91,29 +91,37 @@ def test_banner_warns_of_untested_cards(
     )
 
 
+SAMPLED = "## Samples\n\n```\nIt's\n▸ late\n```\n"
+"""A card with a sample."""
+
+
 @pytest.mark.parametrize(
-    ("card", "tokenizer", "prompt"),
+    ("card", "tokenizer", "context", "prompt", "max_tokens"),
     [
-        ("## Samples\n\n```\nIt's\n▸ late\n```\n", byte_tokenizer(), "It's\n"),
-        ("# tiny\n", byte_tokenizer(), [256]),
-        ("## Samples\n\n```\n0▸ 1\n```\n", Tokenizer.without_text(300), [0]),
+        (SAMPLED, byte_tokenizer(), 128, "It's\n", 40),
+        (SAMPLED, byte_tokenizer(), 16, "It's\n", 11),
+        (SAMPLED, byte_tokenizer(), 5, [256], 4),
+        ("# tiny\n", byte_tokenizer(), 128, [256], 40),
+        ("## Samples\n\n```\n0▸ 1\n```\n", Tokenizer.without_text(300), 128, [0], 40),
     ],
 )
-def test_prompt_of_the_banner_suits_the_model(
+def test_request_of_the_banner_suits_the_model(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     card: str,
     tokenizer: Tokenizer,
+    context: int,
     prompt: str | list[int],
+    max_tokens: int,
 ) -> None:
-    gpt = tiny_gpt(tiny_config(vocab_size=tokenizer.vocab_size))
+    gpt = tiny_gpt(tiny_config(vocab_size=tokenizer.vocab_size, context_length=context))
     path = save_tiny_checkpoint(tmp_path / "tiny", gpt, card=card, tokenizer=tokenizer).path
     with serving(path) as server:
         print_banner(server.state.models, server.port)
         line = capsys.readouterr().out.split("try it:\n")[1]
         body = json.loads(shlex.split(line)[-1])
         assert server.client.post("/generate", json=body).status_code == 200
-    assert body == {"prompt": prompt, "max_tokens": 40}
+    assert body == {"prompt": prompt, "max_tokens": max_tokens}
 
 
 def curl_line(process: ServedProcess) -> str:

@@ -291,6 +291,7 @@ def test_card_and_curve_are_shown_with_the_checkpoint(
     path = tmp_path / "run" / "step-000007"
     shutil.copytree(checkpoint_path, path)
     log = path.parent / "metrics.jsonl"
+    (path.parent / "run.json").write_text("{}")
     with serving(path) as running:
         reply = CardReply.model_validate(running.client.get("/card").json())
         assert reply.card == (path / "README.md").read_text()
