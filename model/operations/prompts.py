@@ -72,6 +72,10 @@ def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
     of its field."""
     if text in tokenizer.special_tokens:
         return tokenizer.special_tokens[text]
+    if (least := tokenizer.least_tokens(text)) > 1:  # encoding a long text would take long
+        raise InvalidRequest(
+            f"{clip(text)!r} is at least {least} tokens; {param} needs a single token", param
+        )
     ids = encode_text(text, tokenizer, param)
     if len(ids) != 1:
         raise InvalidRequest(

@@ -342,8 +342,10 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, found without encoding it."""
-        if self.kind in ("words", "none") or self._stripping:
-            return 0  # white space may have no token
+        if self.kind == "none":
+            return 0
+        if self.kind == "words" or self._stripping:
+            text = "".join(text.split())  # white space may have no token
         return -(-len(text.encode()) // self._longest_token)
 
     def _check_complete(self, ids: Sequence[int], at: int) -> None:

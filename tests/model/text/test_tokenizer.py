@@ -375,6 +375,7 @@ def test_words_are_separated_by_white_space() -> None:
         TokenSpan(0, 3), TokenSpan(4, 9), TokenSpan(12, 15),
     ]  # fmt: skip
     assert WORDS.least_tokens(" " * 1000) == 0
+    assert 100 <= WORDS.least_tokens("the \u3000" * 1000) <= 1000
     with pytest.raises(TokenizerError, match=r"'dog'.*character 5.*3"):
         WORDS.encode("the  dog")
 
@@ -537,7 +538,8 @@ def test_added_tokens_are_part_of_the_vocabulary() -> None:
     assert ADDED.spans(ids, "a \n<|end|>  b") == [
         TokenSpan(0, 1), TokenSpan(1, 12), TokenSpan(12, 13),
     ]  # fmt: skip
-    assert ADDED.least_tokens("<|end|>" + " " * 1000) == 0
+    assert ADDED.least_tokens("<|end|>" + " " * 1000) == 1
+    assert 100 <= ADDED.least_tokens("a " * 5000) <= 5000
 
 
 def test_ends_of_token_ids_alone() -> None:
