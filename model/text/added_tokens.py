@@ -92,21 +92,17 @@ class AddedTokens:
         ]
 
     def split(self, text: str, written: str = "") -> Iterator[Cut]:
-        """The added tokens of a text and the texts between them, in order. White space that a token
-        strips belongs to that token's `Cut`.
+        """The added tokens of a text and the texts between them, in order; the search goes on with
+        the iteration. White space that a token strips belongs to that token's `Cut`.
 
         A special token is recognized only where `written` has the same characters at the same place
         as `text`. So all special tokens are recognized if `written` is `text` itself, and none if
         it is "".
         """
-        cuts = [Cut(0, len(text), None)] if text else []
+        cuts = iter([Cut(0, len(text), None)] if text else [])
         for each in self._passes:
-            cuts = [
-                part
-                for cut in cuts
-                for part in ([cut] if cut.token_id is not None else each.split(text, written, cut))
-            ]
-        yield from cuts
+            cuts = each.split_all(text, written, cuts)
+        return cuts
 
 
 class _Pass:
@@ -125,6 +121,13 @@ class _Pass:
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
         self._all_special = tokens.keys() <= set(special)
         self._head = re.compile(_heads(tokens, HEAD_CHARACTERS))
+
+    def split_all(self, text: str, written: str, cuts: Iterator[Cut]) -> Iterator[Cut]:
+        for cut in cuts:
+            if cut.token_id is None:
+                yield from self.split(text, written, cut)
+            else:
+                yield cut
 
     def split(self, text: str, written: str, within: Cut) -> Iterator[Cut]:
         at = done = within.start  # search from `at`; text before `done` is cut

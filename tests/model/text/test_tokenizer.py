@@ -35,6 +35,7 @@ from logitd.model.text.tokenizer import (
     TokenizerError,
     TokenizerKind,
     TokenSpan,
+    TooManyTokens,
     parse_ranks,
 )
 from tests.model.factories import byte_tokenizer
@@ -540,6 +541,15 @@ def test_added_tokens_are_part_of_the_vocabulary() -> None:
     ]  # fmt: skip
     assert ADDED.least_tokens("<|end|>" + " " * 1000) == 1
     assert 100 <= ADDED.least_tokens("a " * 5000) <= 5000
+
+
+def test_encoding_stops_when_there_are_too_many_tokens() -> None:
+    text = "a   " * 1000
+    ids = ADDED.encode(text)
+    assert ADDED.encode(text, limit=len(ids)) == ids
+    with pytest.raises(TooManyTokens) as caught:
+        ADDED.encode(text, limit=50)
+    assert caught.value.least == 51
 
 
 def test_ends_of_token_ids_alone() -> None:

@@ -333,6 +333,20 @@ def test_text_that_times_out_the_pattern_is_refused(tmp_path: Path) -> None:
         assert server.json("/tokenize", {"prompt": "abc"})["count"] == 3
 
 
+def test_text_of_too_many_added_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=SPLIT_PATTERN,
+        special_tokens={END_OF_TEXT: 256},
+        added_tokens={"ab" * 20: 257},
+    )
+    gpt = tiny_gpt(tiny_config(vocab_size=258, context_length=64))
+    with serving(save_tiny_checkpoint(tmp_path / "added", gpt, tokenizer=tokenizer).path) as server:
+        error = server.refused("/generate", {"prompt": ("ab" * 20 + "c") * 50})
+        assert (error.param, error.code) == ("prompt", "context_length_exceeded")
+        assert "make at least 65 tokens" in error.message
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/generate"])
 def test_texts_of_a_request_share_the_time_of_a_slow_pattern(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
