@@ -14,7 +14,7 @@ import numpy as np
 from logitd.model.inference.engine.requests import Logits, OutputsRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.operations.computed import Computed
-from logitd.model.operations.operation import new_id
+from logitd.model.operations.operation import Subject, new_id
 from logitd.model.sae.files import StoredAutoencoder
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
@@ -23,6 +23,10 @@ from logitd.model.transformer.features import Features
 PROMOTED = 12
 """Number of tokens in each of a feature's two lists: the tokens whose logits it raises most, and
 the tokens whose logits it lowers most."""
+
+MOST_OF_CAP = 1 - 1e-7
+"""Largest share of `logit_softcap` for which the logit before the cap is computed. In float32,
+larger logits are the cap itself."""
 
 
 def summary(
@@ -92,13 +96,17 @@ def described_feature(
     index: int,
     request: OutputsRequest | None,
     computed: Computed,
-    tokenizer: Tokenizer,
+    subject: Subject,
 ) -> dict[str, Any]:
     """The facts about a feature. `computed` has the logits of `request`."""
+    tokenizer, cap = subject.tokenizer, subject.checkpoint.config.logit_softcap
     facts, promoted, suppressed = stored.facts, None, None
     if request is not None:
         direction = stored.direction(index)
-        raised, neutral = computed.rows[request.request_id]
+        rows = np.array(computed.rows[request.request_id], dtype=np.float64)
+        if cap is not None:  # logits before the cap
+            rows = cap * np.arctanh(np.clip(rows / cap, -MOST_OF_CAP, MOST_OF_CAP))
+        raised, neutral = rows
         logits = (raised - neutral) * (np.linalg.norm(direction) / len(direction) ** 0.5)
         order = np.argsort(-logits, kind="stable")
         promoted = [_logit(tokenizer, int(token_id), logits) for token_id in order[:PROMOTED]]

@@ -64,8 +64,8 @@ async def feature(
 ) -> dict[str, Any]:
     """The examples are the places where the feature was strongest in the text on which the
     autoencoder was measured. `promoted` and `suppressed` are the tokens whose logits the feature's
-    row of the decoder raises and lowers most, through the final norm and the head; null if the
-    autoencoder's stage is not as wide as the residual stream."""
+    row of the decoder raises and lowers most, through the final norm and the head, before
+    logit_softcap; null if the autoencoder's stage is not as wide as the residual stream."""
     chosen = _chosen(context, sae)
     if not 0 <= index < chosen.count:
         raise not_found(
@@ -82,7 +82,7 @@ async def feature(
     return {
         "model": context.model.name,
         "checkpoint": checkpoint_name(context.checkpoint),
-        **described_feature(chosen, stored, index, request, computed, subject.tokenizer),
+        **described_feature(chosen, stored, index, request, computed, subject),
     }
 
 

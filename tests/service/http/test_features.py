@@ -133,6 +133,19 @@ def test_feature_promotes_what_its_direction_does_through_the_head(
         assert token.logit == pytest.approx(float(logits[token.id]), rel=1e-2, abs=1e-3)
 
 
+def test_promoted_logits_are_those_before_the_cap(
+    tmp_path: Path, folder: Path, featured: Serving
+) -> None:
+    expected = featured.client.get("/features/5").json()
+    gpt = tiny_gpt(tiny_config(logit_softcap=4.0))
+    path = save_tiny_checkpoint(tmp_path / "capped", gpt=gpt).path
+    with serving(path, sae=(ModelSource(folder, "mine"),)) as server:
+        found = server.client.get("/features/5").json()
+    for name in ("promoted", "suppressed"):
+        logits = [one["logit"] for one in expected[name]]
+        assert [one["logit"] for one in found[name]] == pytest.approx(logits, rel=1e-3)
+
+
 def test_feature_shows_its_examples(featured: Serving) -> None:
     reply = FeatureReply.model_validate(featured.client.get("/features/5?sae=mine").json())
     assert [example.strongest for example in reply.examples] == [2.5, 1.5]
