@@ -108,11 +108,12 @@ class Completion:
 
     index          its index among the n completions of the prompt
     text           the text, without the stop token or stop string that ended it
-    token_ids      the generated tokens, including a stop token
+    token_ids      the generated tokens, including a stop token; with `echo`, the prompt's before
     finish_reason  "stop" or "length"; None in a stream until the last part
     stop_reason    the stop string, or the id of the stop token, that ended the completion
     seed           the prompt's seed: the same request with this seed generates the same tokens
-    logprobs       (tokens,), in nats; None unless `SamplingParams.logprobs` is set
+    logprobs       (tokens,), in nats; None unless `SamplingParams.logprobs` is set. The first token
+                   of a prompt has NaN, because no token comes before it
     top_logprobs   for each token, the k likeliest tokens at its position
     """
 
@@ -241,7 +242,7 @@ class LLM:
         growing = GrowingReply(plan, self.tokenizer)
         for _ in self._operations.grow(growing, plan):
             pass
-        return [_completion(piece, plan.n) for piece in growing.take()]
+        return [_completion(piece, plan) for piece in growing.take()]
 
     def stream(
         self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
@@ -254,7 +255,7 @@ class LLM:
         with closing(self._operations.grow(growing, plan)) as events:
             for _ in events:
                 for piece in growing.take():
-                    yield _completion(piece, plan.n)
+                    yield _completion(piece, plan)
 
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
         """Logits (T, V); row i predicts the token after token i. With the field `token_ids`, only
@@ -515,22 +516,25 @@ def _tokens(**named: Any) -> dict[str, Any]:
     fields = {}
     for name, value in named.items():
         if value is not None:
-            is_text = isinstance(value, str) or (np.ndim(value) and isinstance(value[0], str))
+            is_text = isinstance(value, str) or (
+                np.ndim(value) and any(isinstance(each, str) for each in value)
+            )
             fields[name if is_text else f"{name}_id"] = value
     return fields
 
 
-def _completion(piece: Piece, n: int) -> Completion:
-    logprobs = [token.chosen.logprob for token in piece.tokens if token.chosen is not None]
+def _completion(piece: Piece, plan: Completions) -> Completion:
+    chosen = [token.chosen for token in piece.tokens]
+    logprobs = [math.nan if token is None else token.logprob for token in chosen]
     return Completion(
         prompt_index=piece.prompt_index,
-        index=piece.index % n,
+        index=piece.index % plan.n,
         text=piece.text,
         token_ids=tuple(piece.token_ids),
         finish_reason=piece.finish_reason,
         stop_reason=piece.stop_reason,
         seed=piece.seed,
-        logprobs=np.array(logprobs) if piece.tokens else None,
+        logprobs=np.array(logprobs, dtype=np.float64) if plan.logprobs is not None else None,
         top_logprobs=tuple(token.top for token in piece.tokens),
     )
 

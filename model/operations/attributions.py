@@ -125,7 +125,10 @@ class AttributionsRequest(ComparedTokens, PromptBody):
 
 
 class TargetToken(NamedToken):
-    logit: float
+    logit: float = Field(
+        description="If the model has logit_softcap, the logit before the cap, and so are all "
+        "numbers that follow from it."
+    )
 
 
 class AttributedToken(NamedToken):
@@ -168,7 +171,7 @@ class PromptAttributions(PromptReply):
     minus: TargetToken | None
     value: float = Field(
         description="The target: the logit of `token`, minus the logit of `minus` if given, or the "
-        "product with the direction."
+        "product with the direction. Logits are those before logit_softcap."
     )
     tokens: list[AttributedToken]
     integrated_gradients: PathSummary | None = None

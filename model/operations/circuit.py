@@ -141,7 +141,9 @@ class PromptCircuit(PromptReply):
     position: int
     token: TargetToken
     minus: TargetToken
-    difference: float = Field(description="The logit of `token` minus the logit of `minus`.")
+    difference: float = Field(
+        description="The logit of `token` minus the logit of `minus`, before logit_softcap."
+    )
     baseline: float = Field(
         description="The difference if all parts were set to their means, with everything frozen."
     )

@@ -278,7 +278,10 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
     if source is not None:
         constraint = yield Compile(source)
     changes = yield from resolve_interventions(body.interventions, prompts, subject, generates=True)
-    allowed = body.allowed_token_ids
+    # All requests share these, so that long lists are stored and checked once.
+    allowed = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+    ends = frozenset((*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.ends)))
+    bias = bias_by_id(body.logit_bias)
     echoed = body.logprobs if body.echo else None
     listed = [k for k in (body.prompt_logprobs, echoed) if k is not None]
     requests = [
@@ -289,11 +292,9 @@ def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = Fa
                 max_tokens=_max_tokens(body, prompt, subject, clamp=clamp_max_tokens),
                 seed=new_seed() if body.seed in (None, -1) else body.seed,
                 constraint=constraint,
-                stop_token_ids=frozenset(
-                    (*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.ends))
-                ),
-                logit_bias=bias_by_id(body.logit_bias),
-                allowed_token_ids=None if allowed is None else tuple(allowed),
+                stop_token_ids=ends,
+                logit_bias=bias,
+                allowed_token_ids=allowed,
                 min_tokens=body.min_tokens,
                 logprobs=body.logprobs,
                 logprobs_stage=body.logprobs_stage,

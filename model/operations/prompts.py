@@ -5,6 +5,7 @@ A text that is certainly too long for the context is refused before it is encode
 of token ids are in `model/inference/engine/validation.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,12 @@ from logitd.model.operations.body import PositionChoice, PositionRange
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Record, Subject
 from logitd.model.plural import pluralize
-from logitd.model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
+from logitd.model.text.tokenizer import (
+    NO_VOCABULARY,
+    NoVocabularyError,
+    Tokenizer,
+    TooManyTokens,
+)
 
 TokenIds = tuple[int, ...]
 
@@ -34,27 +40,41 @@ def encode_all(
 def encode_within(text: str, param: str, subject: Subject) -> TokenIds:
     """The token ids of a text. Raises ContextLengthExceeded if the context cannot hold them."""
     check_length(text, param, subject)
-    return tuple(encode_text(text, subject.tokenizer, param))
+    try:
+        return tuple(encode_text(text, subject.tokenizer, param, limit=subject.context_length))
+    except TooManyTokens as error:
+        raise _too_long(text, error.least, param, subject) from error
 
 
 def check_length(text: str, param: str, subject: Subject) -> None:
     """Raise ContextLengthExceeded if a text is certainly too long for the context."""
     least = subject.tokenizer.least_tokens(text)
     if least > subject.context_length:
-        raise ContextLengthExceeded(
-            f"{_named(param)} has {len(text)} characters, which make at least {least} tokens, but "
-            f"the model's context is {subject.context_length}. Shorten it",
-            param,
-        )
+        raise _too_long(text, least, param, subject)
+
+
+def _too_long(text: str, least: int, param: str, subject: Subject) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{_named(param)} has {len(text)} characters, which make at least {least} tokens, but "
+        f"the model's context is {subject.context_length}. Shorten it",
+        param,
+    )
 
 
 def encode_text(
-    text: str, tokenizer: Tokenizer, param: str = "prompt", *, special_ids: bool = False
+    text: str,
+    tokenizer: Tokenizer,
+    param: str = "prompt",
+    *,
+    special_ids: bool = False,
+    limit: float = math.inf,
 ) -> list[int]:
     """The token ids of a text. Raises InvalidRequest if it cannot be encoded; `param` is the name
-    of its field."""
+    of its field. Raises TooManyTokens as `Tokenizer.encode` does."""
     try:
-        return tokenizer.encode(text, special_ids=special_ids)
+        return tokenizer.encode(text, special_ids=special_ids, limit=limit)
+    except TooManyTokens:
+        raise
     except NoVocabularyError as error:
         raise no_vocabulary(param) from error
     except ValueError as error:  # the split pattern gave up on a pathological text
@@ -72,6 +92,10 @@ def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
     of its field."""
     if text in tokenizer.special_tokens:
         return tokenizer.special_tokens[text]
+    if (least := tokenizer.least_tokens(text)) > 1:  # encoding a long text would take long
+        raise InvalidRequest(
+            f"{clip(text)!r} is at least {least} tokens; {param} needs a single token", param
+        )
     ids = encode_text(text, tokenizer, param)
     if len(ids) != 1:
         raise InvalidRequest(

@@ -14,8 +14,9 @@ special tokens are recognized. A token may have flags:
                   belong to the first pass and other tokens to the second
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -27,6 +28,14 @@ FLAGS: tuple[Flag, ...] = get_args(Flag)
 MOST_CHARACTERS = 1024
 """Maximum length of an added token in characters. The limit bounds the time of the search: at each
 place in a text, it tries the lengths of all tokens that begin with the character at that place."""
+
+HEAD_CHARACTERS = 8
+"""The search compares a text with whole tokens only at places where up to this many characters are
+the first characters of a token. With only one character, a row of `<` takes a hundred times as
+long."""
+MOST_BRANCHES = 64
+"""The search does not distinguish the characters that follow the same characters in more than this
+many ways, because it tries one after another."""
 
 _WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 
@@ -83,21 +92,17 @@ class AddedTokens:
         ]
 
     def split(self, text: str, written: str = "") -> Iterator[Cut]:
-        """The added tokens of a text and the texts between them, in order. White space that a token
-        strips belongs to that token's `Cut`.
+        """The added tokens of a text and the texts between them, in order; the search goes on with
+        the iteration. White space that a token strips belongs to that token's `Cut`.
 
         A special token is recognized only where `written` has the same characters at the same place
         as `text`. So all special tokens are recognized if `written` is `text` itself, and none if
         it is "".
         """
-        cuts = [Cut(0, len(text), None)] if text else []
+        cuts = iter([Cut(0, len(text), None)] if text else [])
         for each in self._passes:
-            cuts = [
-                part
-                for cut in cuts
-                for part in ([cut] if cut.token_id is not None else each.split(text, written, cut))
-            ]
-        yield from cuts
+            cuts = each.split_all(text, written, cuts)
+        return cuts
 
 
 class _Pass:
@@ -115,12 +120,19 @@ class _Pass:
             lengths[text[0]].add(len(text))
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
         self._all_special = tokens.keys() <= set(special)
-        self._first = regex.compile(f"[{''.join(map(regex.escape, lengths))}]")
+        self._head = re.compile(_heads(tokens, HEAD_CHARACTERS))
+
+    def split_all(self, text: str, written: str, cuts: Iterator[Cut]) -> Iterator[Cut]:
+        for cut in cuts:
+            if cut.token_id is None:
+                yield from self.split(text, written, cut)
+            else:
+                yield cut
 
     def split(self, text: str, written: str, within: Cut) -> Iterator[Cut]:
         at = done = within.start  # search from `at`; text before `done` is cut
         searched = written if self._all_special else text  # special tokens are only in `written`
-        while (match := self._first.search(searched, at, within.end)) is not None:
+        while (match := self._head.search(searched, at, within.end)) is not None:
             left = match.start()
             found = self._longest(text, written, left, within.end)
             at = left + max(1, len(found))
@@ -152,6 +164,20 @@ class _Pass:
             if found not in self._special or written[start : start + length] == found:
                 return found
         return ""
+
+
+def _heads(tokens: Iterable[str], length: int) -> str:
+    """A pattern that matches wherever the first `length` characters of a token are. It may match
+    elsewhere too."""
+    rests = defaultdict[str, set[str]](set)
+    for text in tokens:
+        if not text or not length:
+            return ""
+        rests[text[0]].add(text[1:])
+    if len(rests) > MOST_BRANCHES:
+        return f"[{''.join(map(re.escape, rests))}]"
+    branches = (re.escape(first) + _heads(rest, length - 1) for first, rest in rests.items())
+    return f"(?:{'|'.join(branches)})"
 
 
 def _in_word(text: str, start: int, end: int, within: Cut) -> bool:

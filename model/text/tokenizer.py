@@ -98,6 +98,14 @@ class NoVocabularyError(TokenizerError):
         super().__init__(NO_VOCABULARY)
 
 
+class TooManyTokens(TokenizerError):
+    """Raised if a text has more tokens than its limit. At least `least` were found."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"the text has at least {least} tokens")
+        self.least = least
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
     """The characters [start, end) of a text that belong to one token. A character belongs to every
@@ -278,10 +286,11 @@ class Tokenizer:
         """The id that ends a document; None if the vocabulary has no such id."""
         return self.special_tokens.get(self.end_of_text_name)
 
-    def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
+    def encode(self, text: str, *, special_ids: bool = False, limit: float = math.inf) -> list[int]:
         """The token ids of a text. With `special_ids`, the name of a special token becomes its id;
         otherwise the name is plain text. Raises TokenizerError for a character or word that the
-        vocabulary lacks, and NoVocabularyError if there is no vocabulary."""
+        vocabulary lacks, TooManyTokens when more than `limit` ids are found before the text ends,
+        and NoVocabularyError if there is no vocabulary."""
         if self.kind == "none":
             raise NoVocabularyError
         split_time = self._split_time or SplitTime(len(text))
@@ -289,6 +298,8 @@ class Tokenizer:
             return self._encode_ordinary(text, 0, split_time)
         ids = list[int]()
         for cut in self.added.split(text, text if special_ids else ""):
+            if len(ids) > limit:
+                raise TooManyTokens(len(ids))
             if cut.token_id is None:
                 ids += self._encode_ordinary(text[cut.start : cut.end], cut.start, split_time)
             else:
@@ -342,8 +353,10 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of a text, found without encoding it."""
-        if self.kind in ("words", "none") or self._stripping:
-            return 0  # white space may have no token
+        if self.kind == "none":
+            return 0
+        if self.kind == "words" or self._stripping:
+            text = "".join(text.split())  # white space may have no token
         return -(-len(text.encode()) // self._longest_token)
 
     def _check_complete(self, ids: Sequence[int], at: int) -> None:

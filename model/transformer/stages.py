@@ -281,6 +281,8 @@ positions."""
 
 
 LOGITS = STAGES[-1]
+RESERVED = (LOGITS.name, "token_ids", "positions")
+"""Names in replies that a submodule of an owner's code cannot have as a stage."""
 
 
 def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
@@ -325,10 +327,13 @@ def _feature_kind(features: Features) -> StageKind:
 
 @lru_cache(maxsize=8)
 def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
-    """The stages of a model that runs its owner's code: its submodules, then the logits. A
-    submodule in a numbered list belongs to the layer of the first number in its name."""
+    """The stages of a model that runs its owner's code: its submodules, except those with reserved
+    names, then the logits. A submodule in a numbered list belongs to the layer of the first number
+    in its name."""
     stages, kinds = [], dict[StageKind, StageKind]()
     for module in modules:
+        if module.name in RESERVED:
+            continue
         parts = module.name.split(".")
         layer = next((int(part) for part in parts if part.isdecimal()), None)
         pattern = ".".join("N" if part.isdecimal() else part for part in parts)

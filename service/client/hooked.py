@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from logitd.service.client import endpoints
 from logitd.service.client.calls import Call
+from logitd.service.client.fields import TokenizeFields
 from logitd.service.client.results import Info, Stages, TokenizerInfo
 
 Floats = npt.NDArray[Any]
@@ -131,34 +132,40 @@ class HookedModel:
 
 
 class HookedCalls:
-    """Calls to a client's model through TransformerLens' interface. `ask` sends a call. The facts
-    about the model are requested only once."""
+    """Calls to served models through TransformerLens' interface. `ask` sends a call. The facts
+    about each model are requested only once."""
 
     def __init__(self, ask: Callable[[Call[Any]], Awaitable[Any]]) -> None:
         self._ask = ask
-        self._model: HookedModel | None = None
+        self._models: dict[str | None, HookedModel] = {}
 
-    async def _facts(self) -> HookedModel:
-        if self._model is None:
-            self._model = HookedModel(
-                await self._ask(endpoints.stages()),
-                await self._ask(endpoints.info()),
-                await self._ask(endpoints.tokenizer_info()),
+    async def _facts(self, model: str | None) -> HookedModel:
+        """Facts about the model of this name; None is the client's model."""
+        if model not in self._models:
+            self._models[model] = HookedModel(
+                await self._ask(endpoints.stages(model=model)),
+                await self._ask(endpoints.info(model=model)),
+                await self._ask(endpoints.tokenizer_info(model=model)),
             )
-        return self._model
+        return self._models[model]
 
-    async def _tokens(self, input: str | Sequence[str], prepend_bos: bool | None) -> Ids:
+    async def _tokens(
+        self, input: str | Sequence[str], prepend_bos: bool | None, model: str | None
+    ) -> Ids:
         """The token ids of texts, as an array (texts, tokens). All texts must have the same number
         of tokens. If `prepend_bos` is True, the token that begins a text is put before each text.
         If it is None, this is done only if the vocabulary has such a token."""
         texts = [input] if isinstance(input, str) else list(input)
-        first = (await self._facts()).beginning if prepend_bos is not False else None
+        first = (await self._facts(model)).beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
             raise ValueError(
                 "prepend_bos is True, but the vocabulary has no token for the beginning of a text"
             )
         start = [] if first is None else [first]
-        found = await self._ask(endpoints.tokenize(texts, special_tokens="ids"))
+        fields: TokenizeFields = {"special_tokens": "ids"}
+        if model is not None:
+            fields["model"] = model
+        found = await self._ask(endpoints.tokenize(texts, **fields))
         rows = [[*start, *each.tokens] for each in found]
         if len({len(row) for row in rows}) > 1:
             raise ValueError(
@@ -177,13 +184,16 @@ class HookedCalls:
         **fields: Any,
     ) -> tuple[Floats, Cache]:
         """Logits (B, T, V), and the values of the stages that `names_filter` selects, computed with
-        the changes in `fwd_hooks`. `fields` are fields of /activations."""
-        model = await self._facts()
+        the changes in `fwd_hooks`, which precede `interventions`. `fields` are fields of
+        /activations."""
+        asked: str | None = fields.get("model")
+        model = await self._facts(asked)
         own = model.names()
         chosen = _filtered(own, names_filter)
-        ids = await self._ids(input, prepend_bos)
-        if "interventions" not in fields:
-            fields["interventions"] = _interventions(own, fwd_hooks)
+        ids = await self._ids(input, prepend_bos, asked)
+        changes = _interventions(own, fwd_hooks)
+        changes = [await self._encoded(change, prepend_bos, asked) for change in changes]
+        fields["interventions"] = [*changes, *fields.get("interventions", ())]
         stages = [*dict.fromkeys(own[name] for name in chosen), "logits"]
         call = endpoints.activations(ids.tolist(), stages, positions="all", **fields)
         found = await self._ask(call)
@@ -210,9 +220,20 @@ class HookedCalls:
         )
         return logits
 
-    async def _ids(self, input: Input, prepend_bos: bool | None) -> Ids:
+    async def _encoded(self, change: Any, prepend_bos: bool | None, model: str | None) -> Any:
+        """A change in which the text of each prompt is token ids, encoded as the input is."""
+        if not isinstance(change, Mapping):
+            return change
+        encoded = {
+            key: await self._encoded(value, prepend_bos, model) for key, value in change.items()
+        }
+        if isinstance(text := change.get("prompt"), str):
+            encoded["prompt"] = (await self._tokens(text, prepend_bos, model))[0].tolist()
+        return encoded
+
+    async def _ids(self, input: Input, prepend_bos: bool | None, model: str | None) -> Ids:
         if isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str)):
-            return await self._tokens(input, prepend_bos)  # type: ignore[arg-type]
+            return await self._tokens(input, prepend_bos, model)  # type: ignore[arg-type]
         ids = np.asarray(input, dtype=np.int64)
         return ids[None] if ids.ndim == 1 else ids
 

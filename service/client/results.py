@@ -298,6 +298,8 @@ class Induction(Reply):
 
 @dataclass(frozen=True, slots=True)
 class TargetToken(NamedToken):
+    # If the model has logit_softcap, the logit before the cap, and so are all numbers that follow
+    # from it.
     logit: float
 
 
@@ -345,7 +347,7 @@ class PromptAttributions(PromptResult):
     token: TargetToken | None  # null if the target is a direction.
     minus: TargetToken | None
     # The target: the logit of `token`, minus the logit of `minus` if given, or the product with
-    # the direction.
+    # the direction. Logits are those before logit_softcap.
     value: float
     tokens: tuple[AttributedToken, ...]
     integrated_gradients: PathSummary | None = None
@@ -437,7 +439,7 @@ class PromptCircuit(PromptResult):
     position: int
     token: TargetToken
     minus: TargetToken
-    difference: float  # The logit of `token` minus the logit of `minus`.
+    difference: float  # The logit of `token` minus the logit of `minus`, before logit_softcap.
     baseline: float  # The difference if all parts were set to their means, with everything frozen.
     left_out: LeftOut
     # The explained share of difference - baseline: 1 minus left_out.values, or minus the sum of

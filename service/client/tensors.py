@@ -99,12 +99,17 @@ class TensorFile:
         )
         try:
             loss = None if val_loss == "None" else float(val_loss)
-            return Checkpoint(name, int(step), loss, weights_sha256)
+            return Checkpoint(name, int(step), loss, weights_sha256, self._code)
         except ValueError as error:
             raise WrongShape(
                 f"checkpoint_step is {step[:20]!r} and checkpoint_val_loss is {val_loss[:20]!r}; "
                 "both should be numbers"
             ) from error
+
+    @property
+    def _code(self) -> str | None:
+        key = "checkpoint_code"
+        return self._metadata(key) if key in self._header.get("__metadata__", {}) else None
 
     def _metadata(self, name: str) -> str:
         metadata = read(dict[str, str], self._header.get("__metadata__", {}), "__metadata__")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import Request
-from logitd.model.inference.engine.validation import check_request
+from logitd.model.inference.engine.validation import check_requests
 from logitd.service.engine.admission import AdmissionController, Load
 from logitd.service.engine.driver import EngineDriver, StepReport
 from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
@@ -187,8 +187,7 @@ class AsyncEngine:
         self._thread.join()
 
     def _check(self, requests: Sequence[Request], version: WeightsVersion) -> None:
-        for request in requests:
-            check_request(request, self.admission.config)
+        check_requests(requests, self.admission.config)
         self._check_open(version)
 
     def _check_open(self, version: WeightsVersion, *, closed: bool = False) -> None:

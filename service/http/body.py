@@ -34,14 +34,17 @@ BODY_BYTES = "body_bytes"
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
-    """Return a FastAPI dependency that reads the JSON body of a request into `model`.
+def body_of(model: type[Body], *, required: bool = True) -> Callable[[Request], Awaitable[Body]]:
+    """Return a FastAPI dependency that reads the JSON body of a request into `model`. Unless the
+    body is `required`, a request without one counts as `{}`.
 
     pydantic parses the raw bytes. Unlike `json`, it rejects NaN, Infinity, 1e999, lone surrogates
     and bodies that are not UTF-8.
     """
 
     async def read(request: Request) -> Body:
+        if not required and not _has_body(request):
+            return model()
         media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
         media_type = media_type.strip()
         if media_type != "application/json" and not media_type.endswith("+json"):
@@ -71,7 +74,12 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
     return read
 
 
-def described_by(model: type[RequestBody]) -> dict[str, Any]:
+def _has_body(request: Request) -> bool:
+    length = request.headers.get("content-length", "0")
+    return int(length) > 0 or "transfer-encoding" in request.headers
+
+
+def described_by(model: type[RequestBody], *, required: bool = True) -> dict[str, Any]:
     """The OpenAPI description of a body that `body_of` reads."""
     content = {
         "schema": {"$ref": f"#/components/schemas/{model.__name__}"},
@@ -79,7 +87,7 @@ def described_by(model: type[RequestBody]) -> dict[str, Any]:
             summary: {"summary": summary, "value": body} for summary, body in model.examples.items()
         },
     }
-    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+    return {"requestBody": {"required": required, "content": {"application/json": content}}}
 
 
 async def _bounded_body(request: Request) -> bytes:

@@ -5,7 +5,6 @@ Room in the queue is reserved before any text is encoded, so a full queue answer
 `model/operations/` defines the operations; the other modules of this folder write the replies.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Annotated, Any, cast
@@ -37,6 +36,7 @@ from logitd.service.http.body import BODY_BYTES, body_of, described_by
 from logitd.service.http.envelope import server_timing
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
+from logitd.service.models.turns import CallerTurns
 from logitd.service.threads import to_thread_until_done
 
 THREAD_BYTES = 256
@@ -107,37 +107,38 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
     """Run a plan's generator to its end. Compile the constraints and compute the requests that it
     yields. Raises InvalidRequest, and QueueFull before any text is encoded."""
     in_thread = _body_bytes(context) > THREAD_BYTES or not context.subject.tokenizer.cuts_in_time
+
+    async def advance(answer: Any, *, in_thread: bool) -> Any:
+        work = partial(_advance, planning, answer)
+        return await context.in_thread(work) if in_thread else work()
+
     try:
         with context.model.engine.admission.hold(*body.queued, context.caller):
-            step = await _advance(planning, None, in_thread=in_thread)
+            step = await advance(None, in_thread=in_thread)
             while isinstance(step, Compile):
                 constraints = context.model.constraints
                 compiling = constraints.compiled(step.source, context.caller)
                 constraint = await context.in_time(compiling)
-                step = await _advance(planning, constraint, in_thread=in_thread)
+                step = await advance(constraint, in_thread=in_thread)
         while isinstance(step, Compute):
             try:
                 computed = await context.compute(step.requests, more=True)
             except InvalidRequest as error:
                 step = planning.throw(error)  # the plan adds the name of the field
             else:  # in a thread: results may be large
-                step = await _advance(planning, computed, in_thread=True)
+                step = await advance(computed, in_thread=True)
     finally:
         planning.close()
     return cast(Plan, step)
 
 
-async def _advance(planning: Planning, answer: Any, *, in_thread: bool) -> Any:
+def _advance(planning: Planning, answer: Any) -> Any:
     """Resume a plan's generator with `answer`. Returns what it yields next, or the finished
     plan."""
-
-    def advance() -> Any:
-        try:
-            return planning.send(answer)
-        except StopIteration as stop:
-            return stop.value
-
-    return await asyncio.to_thread(advance) if in_thread else advance()
+    try:
+        return planning.send(answer)
+    except StopIteration as stop:
+        return stop.value
 
 
 def _body_bytes(context: RequestContext) -> int:
@@ -173,12 +174,14 @@ async def _pieces(content: bytes) -> AsyncIterator[bytes]:
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
     """Reply to a request that needs only the vocabulary. At most one long request and one short
-    request are processed at a time, even if their clients leave. A long text briefly needs many
-    times its size in memory, and more threads that run Python would delay the event loop."""
+    request are processed at a time, even if their clients leave; callers take turns. A long text
+    briefly needs many times its size in memory, and more threads that run Python would delay the
+    event loop."""
     state = context.request.app.state.service
     is_long = _body_bytes(context) > LONG_BYTES
-    async with state.long_texts if is_long else state.short_texts:
-        plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
+    turns: CallerTurns = state.long_texts if is_long else state.short_texts
+    async with turns.turn(context.caller):
+        plan = _advance(operation.plan(body, context.subject), None)
         content = await _written(operation, plan, Computed(), context)
     return Response(content, media_type="application/json")
 

@@ -27,6 +27,8 @@ from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
 from logitd.service.errors import bad_request, client_gone, raise_failure, timed_out
 from logitd.service.models.served import Models, ServedModel
+from logitd.service.models.turns import CallerTurns
+from logitd.service.threads import to_thread_until_done
 
 Result = TypeVar("Result")
 
@@ -73,6 +75,12 @@ class RequestContext:
         ApiError at the deadline."""
         async with _until(self.deadline, self.model.engine):
             return await self.unless_gone(work)
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Do a part of planning in a thread. Callers take turns for the threads."""
+        plans: CallerTurns = self.request.app.state.service.plans
+        async with plans.turn(self.caller):
+            return await to_thread_until_done(work)
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await `work`. If the client leaves, cancel the work and raise ApiError."""

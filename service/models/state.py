@@ -17,9 +17,14 @@ from logitd.service.errors import unavailable
 from logitd.service.metrics.metrics import Metrics
 from logitd.service.models.context import ModelChoice, RequestContext
 from logitd.service.models.served import Models, NotLoaded, ReplyBudget, ServedModel
+from logitd.service.models.turns import CallerTurns
 from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
+
+PLAN_THREADS = 4
+"""Maximum number of threads that make plans at a time. They are fewer than the threads of the event
+loop, of which there are at least five, so plans wait here, where callers take turns."""
 
 Status = Literal["loading", "ok", "draining", "stalled", "failed"]
 
@@ -38,11 +43,12 @@ class ServiceState:
         self.reply_budget = ReplyBudget(settings.max_reply_elements)
         self.reload_lock = asyncio.Lock()  # held while a second set of weights is in memory
         self.settled = asyncio.Event()  # loading has ended, successfully or not
-        self.long_texts = asyncio.Lock()  # held while a long text is encoded or decoded
-        self.short_texts = asyncio.Lock()  # held while a short one is
-        self.feature_lists = asyncio.Lock()  # held while a list of features is written
-        self.log_reads = asyncio.Lock()  # held while the log of a training run is parsed
-        self.weight_reads = asyncio.Lock()  # held while weights are read from a file
+        self.long_texts = CallerTurns()  # held while a long text is encoded or decoded
+        self.short_texts = CallerTurns()  # held while a short one is
+        self.feature_lists = CallerTurns()  # held while a list of features is written
+        self.log_reads = CallerTurns()  # held while the log of a training run is parsed
+        self.weight_reads = CallerTurns()  # held while weights are read from a file
+        self.plans = CallerTurns(PLAN_THREADS)  # a place is held while a plan is made in a thread
         self.waits_for: str | None = None  # a checkpoint that a training run has not saved yet
         self._steps: StepThread | None = None
         self._failure: str | None = None

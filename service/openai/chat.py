@@ -1,7 +1,6 @@
 """Chat: converts messages to a prompt with the checkpoint's chat template, and translates replies
 of /generate into replies of /v1/chat/completions."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +16,9 @@ from logitd.service.openai.logprobs import ShownTokens, chat_logprobs
 from logitd.service.openai.tools import GrowingCall, text_of_calls
 
 
-async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
+def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
     """The token ids of a conversation, written with the checkpoint's chat template. They end where
-    the assistant's next message begins. Raises ApiError."""
-    # In a thread, because a template may be slow.
-    return await asyncio.to_thread(_render, body, subject)
-
-
-def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
+    the assistant's next message begins. Raises ApiError. A template may be slow."""
     checkpoint = subject.checkpoint
     if not checkpoint.tokenizer.has_text:
         raise no_vocabulary("messages")

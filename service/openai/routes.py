@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Request
@@ -83,7 +84,7 @@ async def chat_completions(
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):
         # Check the queue first, so that a full queue is reported before the template runs.
         with context.model.engine.admission.hold(body.n or 1, "n", context.caller):
-            prompt = await chat_prompt(body, context.subject)
+            prompt = await context.in_thread(partial(chat_prompt, body, context.subject))
         native = native_chat(body, prompt, context.checkpoint.tokenizer, constraint)
         generation = await _begin(
             native,

@@ -98,7 +98,7 @@ PublicPaths = Annotated[
     CommaList[PathText],
     Field(
         description="paths that need no API key, including all below them, separated by commas; "
-        "/health never needs one"
+        "/ is only the path / itself; /health never needs one"
     ),
 ]
 _Source = Annotated[ModelSource, PlainValidator(model_source), PlainSerializer(str)]

@@ -409,3 +409,20 @@ def test_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     example = [line for line in lines if not line or line.startswith("    ")]
     exec(compile(textwrap.dedent("\n".join(example)), "example", "exec"), {})
     assert len(capsys.readouterr().out) > 50
+
+
+def test_logprobs_of_an_echoed_prompt_have_the_places_of_their_tokens(llm: LLM) -> None:
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0}
+    (whole,) = llm.generate("import os", **fields)
+    assert whole.logprobs is not None
+    assert len(whole.logprobs) == len(whole.token_ids) == len(whole.top_logprobs) == 12
+    assert np.isnan(whole.logprobs).tolist() == [True] + [False] * 11
+    scored = llm.score(whole.token_ids)[0].logprobs
+    np.testing.assert_allclose(whole.logprobs[1:], scored, atol=1e-4)
+    (nothing,) = llm.generate("a", echo=False, logprobs=0, max_tokens=0)
+    assert nothing.logprobs is not None
+
+
+def test_empty_list_of_tokens_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="token_id"):
+        llm.sweep("ab", {"stage": "blocks.*.output", "operation": "zero"}, ["layers"], token=[])

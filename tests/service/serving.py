@@ -31,6 +31,7 @@ from logitd.service.connections.open_connections import OpenConnections
 from logitd.service.http.schemas import ErrorDetail, ErrorReply
 from logitd.service.models.served import ServedModel
 from logitd.service.models.state import ServiceState
+from logitd.service.models.turns import CallerTurns
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
 from tests.e2e.server import raw_connection
@@ -284,12 +285,12 @@ def client(url: str) -> httpx.Client:
 class Poster:
     """A request in a separate thread."""
 
-    def __init__(self, url: str, path: str, body: Any) -> None:
+    def __init__(self, url: str, path: str, body: Any, **headers: str) -> None:
         self._response: httpx.Response | None = None
 
         def post() -> None:
             with client(url) as http:
-                self._response = http.post(path, json=body)
+                self._response = http.post(path, json=body, headers=headers)
 
         self._thread = threading.Thread(target=post)
         self._thread.start()
@@ -302,6 +303,18 @@ class Poster:
         self._thread.join(TEST_TIMEOUT)
         assert self._response is not None
         return self._response
+
+
+@contextmanager
+def held(server: Serving, turns: CallerTurns) -> Iterator[None]:
+    """Hold a place of `turns` in the server."""
+    turn = turns.turn("another caller")
+    asyncio.run_coroutine_threadsafe(turn.__aenter__(), server.loop).result(TEST_TIMEOUT)
+    try:
+        yield
+    finally:
+        ending = turn.__aexit__(None, None, None)
+        asyncio.run_coroutine_threadsafe(ending, server.loop).result(TEST_TIMEOUT)
 
 
 @contextmanager

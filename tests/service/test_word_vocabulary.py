@@ -20,6 +20,9 @@ from tests.service.serving import Serving, serving
 WORDS = ["<pad>", "the", "cat", "sat", "on", "mat", ".", "42", "7", "{", "}", '"', ":", "<eos>"]
 JOINED = [*WORDS[:-1], " ", "\n", "<eos>"]
 
+LONG = "the cat " * 10_000
+SOURCE = {"stage": "blocks.0.output", "operation": "set", "from": {"prompt": LONG}}
+
 
 def vocabulary(words: list[str]) -> Tokenizer:
     return word_tokenizer(dict(enumerate(words)), "here")[0]
@@ -157,3 +160,30 @@ def test_long_white_space_is_not_a_long_prompt(spaced: Serving) -> None:
     assert (
         spaced.generate("the" + " \n" * 5000 + "cat", max_tokens=1)["usage"]["prompt_tokens"] == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/generate", {}, "make at least"),
+        ("/generate", {"prompt": "the", "interventions": [SOURCE]}, "make at least"),
+        ("/probs", {"prompt": "the", "tokens": [LONG]}, "tokens needs a single token"),
+    ],
+)
+def test_text_of_too_many_words_is_refused_before_it_is_encoded(
+    spaced: Serving,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def watched(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    assert message in spaced.refused(path, {"prompt": LONG, **fields}).message
+    assert LONG not in encoded

@@ -85,7 +85,7 @@ class _Prompt:
         logit, minus_logit = 0.0, None
         if task.probe is None:
             if token_id is None:
-                token_id = passes.likeliest(last)
+                token_id = passes.likeliest(last, without=minus_id)
                 yield
             direction = passes.direction(token_id, minus_id)
             logit = passes.logit(last, token_id)

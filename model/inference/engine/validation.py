@@ -12,7 +12,7 @@ of the queue (admission).
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.circuit.task import CircuitTask
@@ -36,17 +36,25 @@ from logitd.model.transformer.size import parameter_count
 from logitd.model.transformer.stages import match_stages
 
 
-def check_request(request: Request, config: ModelConfig) -> None:
+def check_requests(requests: Sequence[Request], config: ModelConfig) -> None:
+    """Check several requests. Lists of ids that they share are checked once, because a list may
+    name the whole vocabulary."""
+    checked = set[int]()
+    for request in requests:
+        check_request(request, config, checked)
+
+
+def check_request(request: Request, config: ModelConfig, checked: set[int] | None = None) -> None:
     """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute the
-    request."""
+    request. `checked` has the `id` of each list that needs no check; checked lists are added."""
     try:
-        _check(request, config)
+        _check(request, config, set() if checked is None else checked)
     except InvalidRequest as error:
         error.request_id = request.request_id
         raise
 
 
-def _check(request: Request, config: ModelConfig) -> None:
+def _check(request: Request, config: ModelConfig, checked: set[int]) -> None:
     if not request.token_ids:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     check_token_ids("prompt", request.token_ids, config.vocab_size)
@@ -54,9 +62,9 @@ def _check(request: Request, config: ModelConfig) -> None:
     _check_changes(request, config)
     match request:
         case GenerationRequest():
-            _check_generation(request, config)
+            _check_generation(request, config, checked)
         case OutputsRequest():
-            _check_outputs(request, config)
+            _check_outputs(request, config, checked)
         case ScoreRequest():
             _check_scores(request, config)
         case AttributionRequest(task=AttributionTask() as task):
@@ -132,28 +140,24 @@ def _check_changes(request: Request, config: ModelConfig) -> None:
         )
 
 
-def _check_generation(request: GenerationRequest, config: ModelConfig) -> None:
+def _check_generation(request: GenerationRequest, config: ModelConfig, checked: set[int]) -> None:
     params = request.params
     check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
     if params.seed < 0:
         raise InvalidRequest(f"seed is {params.seed}; it must be from 0 to 2^64 - 1", "seed")
-    _check_params(params, config)
+    _check_params(params, config, checked)
     check_count("logprobs", params.logprobs, config.vocab_size)
     check_count("prompt_logprobs", request.prompt_logprobs, config.vocab_size)
 
 
-def _check_params(params: SamplingParams, config: ModelConfig) -> None:
+def _check_params(params: SamplingParams, config: ModelConfig, checked: set[int]) -> None:
     allowed = params.allowed_token_ids or ()
     check_token_ids("logit_bias", params.logit_bias, config.vocab_size)
-    check_token_ids("allowed_token_ids", allowed, config.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
-    if len(set(allowed)) < len(allowed):
-        twice = next(token_id for token_id, count in Counter(allowed).items() if count > 1)
-        raise InvalidRequest(
-            f"allowed_token_ids has {len(allowed)} ids and names {twice} more than once; name each "
-            f"id once (the vocabulary has {config.vocab_size})",
-            "allowed_token_ids",
-        )
+    if id(allowed) not in checked:
+        check_token_ids("allowed_token_ids", allowed, config.vocab_size)
+        _check_distinct(allowed, config.vocab_size)
+        checked.add(id(allowed))
     if params.constraint is not None and params.constraint.vocab_size != config.vocab_size:
         raise InvalidRequest(
             f"the constraint is for a vocabulary of {params.constraint.vocab_size} ids, but the "
@@ -168,7 +172,17 @@ def _check_params(params: SamplingParams, config: ModelConfig) -> None:
         )
 
 
-def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
+def _check_distinct(allowed: Sequence[int], vocab_size: int) -> None:
+    if len(set(allowed)) < len(allowed):
+        twice = next(token_id for token_id, count in Counter(allowed).items() if count > 1)
+        raise InvalidRequest(
+            f"allowed_token_ids has {len(allowed)} ids and names {twice} more than once; name each "
+            f"id once (the vocabulary has {vocab_size})",
+            "allowed_token_ids",
+        )
+
+
+def _check_outputs(request: OutputsRequest, config: ModelConfig, checked: set[int]) -> None:
     length = len(request.token_ids)
     check_prompt_fits(length, config.context_length)
     match request.output:
@@ -179,9 +193,11 @@ def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
                     "tokens in the prompt",
                     "processing",
                 )
-            check_token_ids("token_ids", columns or (), config.vocab_size)
+            if columns is not None and id(columns) not in checked:
+                check_token_ids("token_ids", columns, config.vocab_size)
+                checked.add(id(columns))
             if processing is not None:
-                _check_params(processing, config)
+                _check_params(processing, config, checked)
         case Lens() as lens:
             _check_lens(lens, config)
 

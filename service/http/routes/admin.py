@@ -73,11 +73,11 @@ async def admin(state: State, request: Request) -> None:
     "/admin/reload",
     dependencies=[Depends(admin)],  # before the body is read
     responses=errors(400, 401, 403, 404, 408, 409, 413, 415, 431, 500, 503),
-    openapi_extra=described_by(ReloadRequest),
+    openapi_extra=described_by(ReloadRequest, required=False),
     summary="Serve another checkpoint",
 )
 async def reload(
-    body: Annotated[ReloadRequest, Depends(body_of(ReloadRequest))], models: Ready
+    body: Annotated[ReloadRequest, Depends(body_of(ReloadRequest, required=False))], models: Ready
 ) -> ReloadReply:
     """Load a checkpoint alongside the served one, then switch without interruption. Requests
     received before the switch are answered by the old weights. Without a name, the checkpoint given

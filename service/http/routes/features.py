@@ -47,7 +47,7 @@ async def features(context: Chosen, state: State, sae: Sae = None) -> Response:
         facts = summary(autoencoders, chosen, context.subject.tokenizer)
         return orjson.dumps({**names, **facts})
 
-    async with state.feature_lists:
+    async with state.feature_lists.turn(context.caller):
         content = await asyncio.to_thread(write)
     return Response(content, media_type="application/json")
 

@@ -159,7 +159,7 @@ async def card(context: Chosen, state: State) -> CardReply:
             from_attributes=True,
         )
 
-    async with state.log_reads:
+    async with state.log_reads.turn(context.caller):
         return await asyncio.to_thread(read)
 
 
@@ -179,7 +179,7 @@ async def history(context: Chosen, state: State) -> HistoryReply:
             "no_history",
         )
     path = context.checkpoint.path
-    async with state.log_reads:
+    async with state.log_reads.turn(context.caller):
         curve, numbers = await asyncio.to_thread(lambda: (read_curve(path, None), kept.steps()))
     losses = {point.step: point.loss for point in curve.validation}
     steps = [{"step": step, "val_loss": losses.get(step)} for step in numbers]

@@ -76,7 +76,7 @@ class _Form:
 async def weights(context: AtStep, state: State) -> dict[str, Any]:
     """Every tensor of the checkpoint, then the derived tensors: embedding `W_E`, unembedding `W_U`,
     and the matrices of each head, by which row vectors are multiplied (`x @ W`)."""
-    async with state.weight_reads:
+    async with state.weight_reads.turn(context.caller):
         checkpoint = context.checkpoint  # a reload may replace the context's checkpoint meanwhile
         listed = await asyncio.to_thread(_list, checkpoint)
     return {
@@ -116,7 +116,7 @@ async def weight(
     With `Accept: application/vnd.safetensors` or `application/x-npy`, the reply is the array;
     otherwise it is JSON."""
     media_type = negotiate(request, _Form(dtype), ARRAYS)
-    async with state.weight_reads:
+    async with state.weight_reads.turn(context.caller):
         checkpoint = context.checkpoint  # a reload may replace the context's checkpoint meanwhile
         chosen, shape = await asyncio.to_thread(_choose, checkpoint, name, part)
         elements = -(-prod(shape) * ITEM_BYTES[dtype] // 4)

@@ -11,6 +11,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
 from logitd.model.checkpoint.load import read_sources
 from logitd.model.convert.exporting import export_model
 from logitd.model.owner_code.config import CodeConfig
+from logitd.model.transformer.stages import stages_of
 from tests.model.owner_code.imported import written
 
 ENDS = "import os; os._exit(7)"
@@ -29,6 +30,13 @@ def test_configuration_is_stored_and_read(tmp_path: Path) -> None:
     assert isinstance(config, CodeConfig)
     assert CodeConfig.from_dict(config.to_dict()) == config
     assert (config.n_layer, config.code) == (1, "owner.py:Model")
+
+
+def test_submodule_with_the_name_of_another_array_is_no_stage(tmp_path: Path) -> None:
+    names = ("h.0", "positions", "token_ids", "logits")
+    stages = [{"name": name, "shape": [4], "kind": "Block"} for name in names]
+    config = read_checkpoint(written(tmp_path, stages=stages)).shape
+    assert [stage.name for stage in stages_of(config)] == ["h.0", "logits"]
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,9 @@ def test_special_tokens_count_where_they_are_written() -> None:
         ([f"<{number}>" for number in range(100_000)], "<1>" * 20_000 + "<" * 20_000),
         ([" " * length for length in range(1, 100)], " " * 100_000),
         ([" "], " " * 50_000),
+        ([f"<{chr(0x4E00 + number)}>" for number in range(200)], "<一>" * 20_000 + "<" * 20_000),
     ],
-    ids=["many", "runs", "stripping"],
+    ids=["many", "runs", "stripping", "branches"],
 )
 def test_split_takes_linear_time(contents: list[str], text: str) -> None:
     began = time.process_time()
@@ -84,6 +85,15 @@ def test_split_takes_linear_time(contents: list[str], text: str) -> None:
     added = AddedTokens({}, {content: place for place, content in enumerate(contents)}, flags)
     assert any(cut.token_id is not None for cut in added.split(text))
     assert time.process_time() - began < 10
+
+
+def test_characters_that_only_begin_tokens_are_passed_over() -> None:
+    """Comparing with the tokens at each of them would take seconds."""
+    added = AddedTokens({f"<|reserved_{number}|>": number for number in range(100)}, {}, {})
+    text = "<" * 1_000_000 + "<|reserved_7|>"
+    began = time.process_time()
+    assert [cut.token_id for cut in added.split(text, text)] == [None, 7]
+    assert time.process_time() - began < 0.5
 
 
 def test_text_that_nobody_wrote_is_not_searched_for_special_tokens() -> None:

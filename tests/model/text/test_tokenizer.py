@@ -35,6 +35,7 @@ from logitd.model.text.tokenizer import (
     TokenizerError,
     TokenizerKind,
     TokenSpan,
+    TooManyTokens,
     parse_ranks,
 )
 from tests.model.factories import byte_tokenizer
@@ -375,6 +376,7 @@ def test_words_are_separated_by_white_space() -> None:
         TokenSpan(0, 3), TokenSpan(4, 9), TokenSpan(12, 15),
     ]  # fmt: skip
     assert WORDS.least_tokens(" " * 1000) == 0
+    assert 100 <= WORDS.least_tokens("the \u3000" * 1000) <= 1000
     with pytest.raises(TokenizerError, match=r"'dog'.*character 5.*3"):
         WORDS.encode("the  dog")
 
@@ -537,7 +539,17 @@ def test_added_tokens_are_part_of_the_vocabulary() -> None:
     assert ADDED.spans(ids, "a \n<|end|>  b") == [
         TokenSpan(0, 1), TokenSpan(1, 12), TokenSpan(12, 13),
     ]  # fmt: skip
-    assert ADDED.least_tokens("<|end|>" + " " * 1000) == 0
+    assert ADDED.least_tokens("<|end|>" + " " * 1000) == 1
+    assert 100 <= ADDED.least_tokens("a " * 5000) <= 5000
+
+
+def test_encoding_stops_when_there_are_too_many_tokens() -> None:
+    text = "a   " * 1000
+    ids = ADDED.encode(text)
+    assert ADDED.encode(text, limit=len(ids)) == ids
+    with pytest.raises(TooManyTokens) as caught:
+        ADDED.encode(text, limit=50)
+    assert caught.value.least == 51
 
 
 def test_ends_of_token_ids_alone() -> None:

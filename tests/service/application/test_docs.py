@@ -106,6 +106,7 @@ def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
 def test_reload_is_described(document: dict[str, Any]) -> None:
     operation = document["paths"]["/admin/reload"]["post"]
     assert {"200", "400", "401", "403", "409", "413", "415", "500"} <= set(operation["responses"])
+    assert not operation["requestBody"]["required"]
     examples = operation["requestBody"]["content"]["application/json"]["examples"]
     for example in examples.values():
         ReloadRequest.model_validate(example["value"])

@@ -13,6 +13,7 @@ import torch
 from logitd import AsyncClient, Client
 from logitd.model.hooked.model import HookedGPT
 from logitd.model.hooked.points import HookPoint
+from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import (
     FAMILIES,
@@ -93,6 +94,47 @@ def test_change_acts_as_a_function_in_process(client: Client, gpt: GPT) -> None:
         with torch.no_grad():
             expected = model.run_with_hooks(TEXT, fwd_hooks=[(name, function)])
         np.testing.assert_allclose(logits, expected, rtol=0, atol=3e-4, err_msg=name)
+
+
+def test_texts_in_changes_are_encoded_as_the_input(client: Client) -> None:
+    source = {"prompt": TEXT}
+    expected = client.run_with_hooks(TEXT)
+    for change in (
+        {"operation": "set", "from": source},
+        {"operation": "add", "from": source, "minus": source},
+    ):
+        logits = client.run_with_hooks(TEXT, fwd_hooks=[("blocks.1.hook_resid_post", change)])
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=3e-4)
+
+
+def test_changes_join_the_field_interventions(client: Client) -> None:
+    name, change = "blocks.1.hook_mlp_out", {"operation": "zero"}
+    expected = client.run_with_hooks(TEXT, fwd_hooks=[(name, change), (name, change)])
+    other = {"stage": "blocks.2.mlp.out", **change}
+    for more, equal in (([], True), ([other], False)):
+        logits = client.run_with_hooks(TEXT, fwd_hooks=[(name, change)], interventions=more)
+        assert np.allclose(logits, expected, atol=1e-5) == equal
+
+
+def test_call_may_name_another_model(tmp_path: Path) -> None:
+    other = tiny_gpt(tiny_config(n_layer=1, vocab_size=258))
+    merging = Tokenizer(
+        ranks={**{bytes([byte]): byte for byte in range(256)}, b"Th": 256},
+        pattern=SPLIT_PATTERN,
+        special_tokens={END_OF_TEXT: 257},
+    )
+    paths = {
+        "one": save_tiny_checkpoint(tmp_path / "one").path,
+        "two": save_tiny_checkpoint(tmp_path / "two", other, tokenizer=merging).path,
+    }
+    with serving(paths) as running, httpx.Client(trust_env=False) as http:
+        first = Client(running.url, http=http, timeout=TEST_TIMEOUT)
+        second = Client(running.url, http=http, timeout=TEST_TIMEOUT, model="two")
+        logits, cache = first.run_with_cache(TEXT, model="two")
+        expected, own = second.run_with_cache(TEXT)
+        np.testing.assert_array_equal(logits, expected)
+        assert set(cache) == set(own)
+        assert len(set(first.run_with_cache(TEXT)[1])) > len(own)
 
 
 def test_asynchronous_client_has_the_same_calls(server: Serving, client: Client) -> None:

@@ -70,6 +70,11 @@ def test_tensors_at_odd_offsets_are_aligned() -> None:
     assert np.array_equal(found, number)
 
 
+def test_checkpoint_names_the_code_of_its_owner() -> None:
+    metadata = METADATA | {"checkpoint_code": "own.py:Net"}
+    assert file({"__metadata__": metadata}).checkpoint.code == "own.py:Net"
+
+
 def test_loss_may_be_unknown() -> None:
     assert file({"__metadata__": METADATA | {"checkpoint_val_loss": "None"}}).checkpoint == (
         Checkpoint("a", 5, None, "ff")

@@ -1,6 +1,5 @@
 """Sparse autoencoders over HTTP: GET /features, GET /features/{index}, and their stages."""
 
-import asyncio
 import logging
 import re
 from collections.abc import Iterator
@@ -25,10 +24,10 @@ from tests.model.sae.dictionaries import (
     write_random_autoencoder,
 )
 from tests.service.serving import (
-    TEST_TIMEOUT,
     Serving,
     error_of,
     eventually,
+    held,
     serve_settings,
     serving,
     serving_app,
@@ -77,15 +76,11 @@ def test_features_lists_the_autoencoders(featured: Serving) -> None:
 
 def test_lists_of_features_are_written_one_at_a_time(featured: Serving) -> None:
     """Several threads would keep the event loop from running."""
-    lock = featured.state.feature_lists
-    asyncio.run_coroutine_threadsafe(lock.acquire(), featured.loop).result(TEST_TIMEOUT)
     with ThreadPoolExecutor(1) as clients:
-        try:
+        with held(featured, featured.state.feature_lists):
             waiting = clients.submit(featured.client.get, "/features")
             with pytest.raises(AssertionError, match="not within"):
                 eventually(waiting.done, timeout=0.5)
-        finally:
-            featured.loop.call_soon_threadsafe(lock.release)
         assert waiting.result().json()["sae"] == "mine"
 
 

@@ -2,7 +2,6 @@
 a text; and the calls of evaluation programs that use the server as a remote tokenizer.
 """
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from logitd.model.operations.tokenize import (
 from logitd.model.text import pieces
 from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from logitd.service.http.schemas import TokenizerInfo
+from logitd.service.models.turns import CallerTurns
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import (
     TEST_TIMEOUT,
@@ -33,6 +33,7 @@ from tests.service.serving import (
     Serving,
     error_of,
     eventually,
+    held,
     request_bytes,
     serving,
 )
@@ -165,16 +166,12 @@ def test_text_of_megabytes_is_tokenized(merging: Serving) -> None:
 
 def test_short_texts_wait_only_for_each_other(merging: Serving) -> None:
     """Several threads that describe tokens would keep the event loop from running."""
-    lock = merging.state.short_texts
-    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
-    try:
+    with held(merging, merging.state.short_texts):
         waiting = Poster(merging.url, "/tokenize", {"prompt": "the"})
         assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"]
         assert merging.generate("a", max_tokens=1, seed=1)["choices"]
         with pytest.raises(AssertionError, match="not within"):
             eventually(lambda: waiting.answered, timeout=0.5)
-    finally:
-        merging.loop.call_soon_threadsafe(lock.release)
     assert waiting.response().status_code == 200
 
 
@@ -186,30 +183,53 @@ LONG_WORK: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", LONG_WORK)
 def test_long_texts_wait_only_for_each_other(merging: Serving, path: str) -> None:
-    lock = merging.state.long_texts
-    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
-    try:
+    with held(merging, merging.state.long_texts):
         waiting = Poster(merging.url, path, LONG_WORK[path])
         assert merging.json("/tokenize", {"prompt": "the"})["count"] == 1
         assert merging.generate("a", max_tokens=1, seed=1)["choices"]
         with pytest.raises(AssertionError, match="not within"):
             eventually(lambda: waiting.answered, timeout=1.0)
-    finally:
-        merging.loop.call_soon_threadsafe(lock.release)
     assert waiting.response().status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "fields"),
+    [
+        ("/tokenize", "long_texts", {"special_tokens": "text"}),
+        ("/generate", "plans", {"max_tokens": 1, "stop": ["x" * 90] * 4}),
+    ],
+)
+def test_callers_take_turns_for_texts(
+    merging: Serving, monkeypatch: pytest.MonkeyPatch, path: str, name: str, fields: dict[str, Any]
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def watched(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(text[:2])
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    turns = CallerTurns()
+    monkeypatch.setattr(merging.state, name, turns)
+    posts = list[Poster]()
+    with held(merging, turns):
+        for place, prompt in enumerate(("a0", "a1", "a2", "b0")):
+            text = prompt if path == "/generate" else prompt + "x" * 9000
+            address = {"X-Forwarded-For": f"10.0.0.{prompt[0] == 'b'}"}
+            posts.append(Poster(merging.url, path, {"prompt": text, **fields}, **address))
+            eventually(lambda: sum(map(len, turns._waiting.values())) > place)  # noqa: B023
+    assert [post.response().status_code for post in posts] == [200] * 4
+    assert encoded == ["a0", "b0", "a1", "a2"]
+
+
 def test_waiting_client_may_disconnect(merging: Serving) -> None:
-    lock = merging.state.long_texts
     gone = {"endpoint": "/tokenize", "status": "499"}
     before = merging.sample("logitd_http_requests_total", **gone)
-    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
-    try:
+    with held(merging, merging.state.long_texts):
         with merging.connect() as raw:
             raw.sendall(request_bytes("/tokenize", LONG_WORK["/tokenize"]))
         eventually(lambda: merging.sample("logitd_http_requests_total", **gone) == before + 1)
-    finally:
-        merging.loop.call_soon_threadsafe(lock.release)
     assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"] == 100_000
 
 
@@ -231,10 +251,10 @@ def test_long_text_keeps_the_others_waiting_after_its_client_has_left(
         assert begun.wait(TEST_TIMEOUT)
     try:
         with pytest.raises(AssertionError, match="not within"):
-            eventually(lambda: not merging.state.long_texts.locked(), timeout=0.2)
+            eventually(lambda: not merging.state.long_texts.is_full, timeout=0.2)
     finally:
         end.set()
-    eventually(lambda: not merging.state.long_texts.locked())
+    eventually(lambda: not merging.state.long_texts.is_full)
 
 
 # Ids to text
@@ -311,6 +331,20 @@ def test_text_that_times_out_the_pattern_is_refused(tmp_path: Path) -> None:
             assert error.param == "prompt"
             assert error.message.startswith("the prompt cannot be tokenized: ")
         assert server.json("/tokenize", {"prompt": "abc"})["count"] == 3
+
+
+def test_text_of_too_many_added_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=SPLIT_PATTERN,
+        special_tokens={END_OF_TEXT: 256},
+        added_tokens={"ab" * 20: 257},
+    )
+    gpt = tiny_gpt(tiny_config(vocab_size=258, context_length=64))
+    with serving(save_tiny_checkpoint(tmp_path / "added", gpt, tokenizer=tokenizer).path) as server:
+        error = server.refused("/generate", {"prompt": ("ab" * 20 + "c") * 50})
+        assert (error.param, error.code) == ("prompt", "context_length_exceeded")
+        assert "make at least 65 tokens" in error.message
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/generate"])

@@ -31,6 +31,7 @@ from tests.service.serving import (
     Serving,
     at_work,
     eventually,
+    held,
     request_bytes,
     serve_settings,
     serving,
@@ -140,15 +141,11 @@ def test_unknown_step_is_refused_with_the_nearest(server: Serving) -> None:
 @pytest.mark.parametrize("path", ["/history", "/card"])
 def test_training_log_is_read_by_one_request_at_a_time(server: Serving, path: str) -> None:
     """Guards against forty threads that parse it and keep the event loop from running."""
-    lock = server.state.log_reads
-    asyncio.run_coroutine_threadsafe(lock.acquire(), server.loop).result(TEST_TIMEOUT)
     with ThreadPoolExecutor(1) as clients:
-        try:
+        with held(server, server.state.log_reads):
             waiting = clients.submit(server.client.get, path)
             with pytest.raises(AssertionError, match="not within"):
                 eventually(waiting.done, timeout=0.3)
-        finally:
-            server.loop.call_soon_threadsafe(lock.release)
         assert waiting.result().status_code == 200
 
 

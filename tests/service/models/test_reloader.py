@@ -172,6 +172,14 @@ def test_reload_without_a_name_serves_the_best(
     assert reloads(server, before) == {"unchanged": 1, "swapped": 1}
 
 
+def test_reload_needs_no_body(server: Serving) -> None:
+    key = {"Authorization": f"Bearer {ADMIN}"}
+    for form in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        reply = server.client.post("/admin/reload", headers=key | form)
+        assert (reply.status_code, reply.json()["swapped"]) == (200, False)
+    assert server.client.post("/admin/reload", headers=key, content=b"{}").status_code == 415
+
+
 def test_reload_keeps_the_served_name(tmp_path: Path) -> None:
     """Only the `checkpoint` of a reply changes, so clients that send the old name as `model` are
     still answered."""

@@ -20,6 +20,23 @@ async def test_callers_alternate_and_their_requests_stay_in_order() -> None:
     assert order == ["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4"]
 
 
+async def test_places_are_held_at_the_same_time() -> None:
+    turns, inside, go_on = CallerTurns(2), list[int](), asyncio.Event()
+
+    async def work(number: int) -> None:
+        async with turns.turn("a"):
+            inside.append(number)
+            await go_on.wait()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(3):
+            group.create_task(work(number))
+        await asyncio.sleep(0)
+        assert (inside, turns.is_full) == ([0, 1], True)
+        go_on.set()
+    assert (inside, turns.is_full) == ([0, 1, 2], False)
+
+
 async def test_only_one_holds_the_lock_even_if_waiting_tasks_are_cancelled() -> None:
     turns, holders, finished = CallerTurns(), set[int](), list[int]()
 

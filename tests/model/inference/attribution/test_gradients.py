@@ -153,6 +153,9 @@ def test_attribution_without_a_token_takes_the_likeliest(gpt: GPT) -> None:
     assert found.token_id == expected
     assert found.minus_logit is None
     assert found == attributing(gpt, IDS, task(token_id=expected, minus_id=None)).result()
+    other = attributing(gpt, IDS, task(token_id=None, minus_id=expected)).result()
+    assert other.token_id != expected
+    assert other == attributing(gpt, IDS, task(token_id=other.token_id, minus_id=expected)).result()
 
 
 def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:

@@ -3,12 +3,16 @@ message."""
 
 import math
 import re
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from logitd.model.inference.engine import validation
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.validation import check_request
+from logitd.model.inference.engine.requests import Logits, OutputsRequest
+from logitd.model.inference.engine.validation import check_request, check_requests
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.sampling.params import SamplingParams
 from tests.model.factories import tiny_config
@@ -33,6 +37,34 @@ def test_engine_refuses_a_missing_seed() -> None:
     with pytest.raises(InvalidRequest, match=r"seed.*-1") as refusal:
         check_request(request, tiny_config())
     assert refusal.value.param == "seed"
+
+
+def test_list_that_requests_share_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check = validation.check_token_ids
+
+    def watched(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+        checked.append(param)
+        check(param, token_ids, vocab_size)
+
+    monkeypatch.setattr(validation, "check_token_ids", watched)
+    allowed = tuple(range(tiny_config().vocab_size))
+    params = SamplingParams(max_tokens=1, seed=0, allowed_token_ids=allowed)
+    columns = Logits(columns=allowed)
+    check_requests(
+        [
+            *(generation(name, [1], sampling=params) for name in "ab"),
+            *(
+                OutputsRequest(request_id=name, token_ids=(1,), positions=(0,), output=columns)
+                for name in "cd"
+            ),
+        ],
+        tiny_config(),
+    )
+    assert checked.count("allowed_token_ids") + checked.count("token_ids") == 1
+    twice = replace(params, allowed_token_ids=(1, 1))
+    with pytest.raises(InvalidRequest, match="more than once"):
+        check_requests([generation("a", [1], sampling=twice)], tiny_config())
 
 
 @pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE)
