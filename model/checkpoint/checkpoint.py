@@ -26,7 +26,7 @@ import torch
 from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from logitd.model.checkpoint.run_folder import checkpoint_of, is_run, name_of
+from logitd.model.checkpoint.run_folder import checkpoint_of, checkpoints_in, is_run, name_of
 from logitd.model.checkpoint.weights_file import WeightsFileError, write_weights
 from logitd.model.files import (
     CONFIG_BYTES,
@@ -240,6 +240,11 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     (`checkpoint_of`). Raises CheckpointError."""
     run, path = path, checkpoint_of(path)
     if is_run(run) and not path.exists():
+        if kept := [*checkpoints_in(run).values()]:
+            raise CheckpointError(
+                f"the run {run} has checkpoints, but its links to them are missing, as in a copy "
+                f"without links: name a checkpoint, such as {kept[-1]}"
+            )
         raise CheckpointError(f"the run {run} has not saved a checkpoint yet")
     document, where = _read_document(path), path / CONFIG
     for name in ("model", "tokenizer", "training", "files"):

@@ -49,12 +49,25 @@ class Documents:
 
 def split_documents(documents: Iterable[Document], separator: str) -> Iterator[Document]:
     """Split documents at a separator. Line breaks at the beginning and end of each part are
-    removed."""
+    removed. Raises DataError at the end if no document has the separator."""
+    found = False
+
+    def texts_of(document: Document) -> Iterator[str]:
+        nonlocal found
+        for number, text in enumerate(_between(document, separator)):
+            found = found or number > 0
+            yield text.strip("\r\n")
+
     for document in documents:
-        texts = (text.strip("\r\n") for text in _between(document, separator))
+        texts = texts_of(document)
         for number, text in enumerate(filter(None, texts), start=1):
             name = f"{document.name}, part {number}"
             yield text_document(name, text, drawn_by_name=document.drawn_by_name)
+    if not found:
+        raise DataError(
+            f"the separator {separator!r} (--split-at) is nowhere in the text: correct it, or "
+            "remove it; in a shell a line break is $'\\n'"
+        )
 
 
 def _between(document: Document, separator: str) -> Iterator[str]:

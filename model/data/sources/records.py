@@ -192,7 +192,10 @@ def _value(where: str, text: str, field: str | None) -> Any:
         return json.loads(text.rstrip("\r\n"), object_pairs_hook=record)
     except json.JSONDecodeError as error:
         problem, line = error.msg.removesuffix(" at"), f"line {error.lineno}, " * (error.lineno > 1)
-        raise DataError(f"{where} is not JSON: {problem} at {line}column {error.colno}") from error
+        way_out = "; to read the file as plain text, set --text-field ''" if field else ""
+        raise DataError(
+            f"{where} is not JSON: {problem} at {line}column {error.colno}{way_out}"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number with too many digits, or deep nesting
         raise DataError(f"{where} is JSON that cannot be read: {error}") from error
 

@@ -35,7 +35,7 @@ def write_card(
     sections = [
         _head(run, counters),
         "## Training\n\n" + _training(run, counters, evals, reports),
-        f"The command that reproduces it:\n\n{_fenced(command(run.training.config))}",
+        f"{_introduction(run)}:\n\n{_fenced(command(run.training.config))}",
     ]
     if evals:
         sections.append("## Curve\n\n" + _curve(evals))
@@ -62,6 +62,17 @@ def _head(run: Run, counters: Counters) -> str:
         f"{pluralize(data['documents'], 'document', ',')}, sha256 `{data['sha256']}`.\n"
         f"License of the text: {data['licence']}."
     )
+
+
+def _introduction(run: Run) -> str:
+    """The words before the command of a run."""
+    rewarming = run.training.rewarming
+    if rewarming is not None and rewarming.done > 0:
+        return (
+            "The run was extended, so its learning rate fell and rose again. A new run of the same "
+            "length, with other weights at the end"
+        )
+    return "The command that reproduces it"
 
 
 def _origin(run: Run) -> str:

@@ -112,10 +112,13 @@ class RunRecorder:
         all of them."""
         # 1) Evaluation.
         is_best = (due.state or due.evaluation) and self.evaluate(counters)
-        last = self.evaluations[-1] if self.evaluations else {}
-        averaged = last.get("step") == counters.step and "unaveraged_val_loss" in last
-        with self._average.in_place() if averaged else nullcontext():
+        with self._average.in_place() if self._is_averaged(counters) else nullcontext():
             self._write(due, counters, is_best=is_best)
+
+    def _is_averaged(self, counters: Counters) -> bool:
+        """True if the checkpoint of this step gets the averaged weights."""
+        last = self.evaluations[-1] if self.evaluations else {}
+        return last.get("step") == counters.step and "unaveraged_val_loss" in last
 
     def _write(self, due: Due, counters: Counters, *, is_best: bool) -> None:
         """Sample with the model's current weights, and write their checkpoint."""
@@ -298,7 +301,8 @@ class RunRecorder:
         if run.ranks.is_main:
             with directory.saving(counters.step):
                 directory.history.mkdir(exist_ok=True)
-                card = f"Step {counters.step} of the run {directory.path.name}.\n"
+                weights_are = ", with averaged weights" if self._is_averaged(counters) else ""
+                card = f"Step {counters.step} of the run {directory.path.name}{weights_are}.\n"
                 self._save(directory.kept(counters.step), weights, counters, card)
         run.ranks.barrier()
 

@@ -96,11 +96,14 @@ class RunDirectory:
                 _require_empty(path)
 
     def discard(self) -> None:
-        """Remove a run that could not be prepared. A folder that cannot be removed, such as a mount
-        point, is left empty, so that the same command works later. A folder that has replaced the
-        run's is another process's, and stays."""
+        """Remove a run that could not be prepared. A linked folder, and one that cannot be removed,
+        such as a mount point, is left empty, so that the same command works later. A folder that
+        has replaced the run's is another process's, and stays."""
         if not self._replaced():
-            shutil.rmtree(self.path, ignore_errors=True)
+            folder = self.path.resolve()
+            shutil.rmtree(folder, ignore_errors=True)
+            if self.path.is_symlink():
+                folder.mkdir(exist_ok=True)
         self.release()
 
     @classmethod
@@ -272,6 +275,11 @@ class RunDirectory:
         if step is None:
             link.unlink(missing_ok=True)
             return
+        if link.is_dir() and not link.is_symlink():
+            raise TrainingError(
+                f"{link} is a folder instead of a link to a checkpoint, because the run was copied "
+                f"without links: remove its folders {BEST} and {LATEST}, which are copies"
+            )
         aside = link.with_name(f".{link.name}.part")
         aside.unlink(missing_ok=True)
         aside.symlink_to(self.checkpoint(step).name)

@@ -15,6 +15,7 @@ from logitd.model.checkpoint.run_folder import (
     BEST,
     RUN,
     checkpoint_of,
+    checkpoints_in,
     is_run,
     may_become_run,
 )
@@ -69,6 +70,11 @@ def _of_run(run: Path, link: str | None) -> Path:
         return checkpoint
     if link is not None:
         return run
+    if kept := [*checkpoints_in(run).values()]:
+        raise NotServable(
+            f"{run} is a run whose links to its checkpoints are missing, as in a copy without "
+            f"links; serve a checkpoint:\n\n  {command('serve', kept[-1])}"
+        )
     raise NotServable(
         f"{run} is a run that has no checkpoint yet. If it is training, wait for the first one with"
         f"\n\n  {command('serve', run, '--follow', BEST)}\n\n"

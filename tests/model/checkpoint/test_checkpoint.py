@@ -287,3 +287,12 @@ def test_failed_read_names_the_file(saved: Path) -> None:
     (saved / "config.json").symlink_to("/proc/self/mem")  # reading its first byte fails
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Input/output error"):
         read_checkpoint(saved)
+
+
+def test_run_that_lost_its_links_names_a_checkpoint(tmp_path: Path) -> None:
+    path = save_tiny_checkpoint(tmp_path / "step-000007").path
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"links .* missing.*step-000007"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "latest").symlink_to(path.name)
+    assert read_checkpoint(tmp_path).path == path

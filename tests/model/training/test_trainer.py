@@ -452,8 +452,12 @@ def test_lengthened_run_reports_and_keeps_the_rise_of_its_learning_rate(
 ) -> None:
     """How the new warmup is determined is tested in configuration/test_resolve.py."""
     first = train(configure(steps=4, log_every=1, sample_tokens=1)).run
+    assert "command that reproduces it" in (first / "latest" / "README.md").read_text()
     events: list[Event] = []
     train(TrainingConfig(out=first, resume=True, steps=24), events.append)
+    card = (first / "latest" / "README.md").read_text()
+    assert "reproduces" not in card
+    assert "The run was extended" in card
     (notice,) = (e.message for e in events if isinstance(e, Noticed) and "longer" in e.message)
     assert "from 0.00 to 1.00" in notice
     rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]

@@ -42,7 +42,7 @@ def test_unknown_size_is_read_up_to_the_limit() -> None:
     assert read == 11
 
 
-@given(st.lists(st.text("ab<|>\n", max_size=9)), st.integers(1, 9))
+@given(st.lists(st.text("ab<|>\n", max_size=9), min_size=2), st.integers(1, 9))
 def test_split_does_not_depend_on_pieces(parts: list[str], length: int) -> None:
     text = "<|>".join(parts)
     pieces = [text[at : at + length] for at in range(0, len(text), length)]
@@ -55,6 +55,13 @@ def test_beginning_ends_at_a_word() -> None:
     documents = [text_document("a", "one two"), text_document("b", "three four")]
     for characters, expected in ((100, "one two\nthree four"), (16, "one two\n"), (6, "one")):
         assert beginning(documents, characters) == expected
+
+
+def test_separator_that_does_not_occur_is_refused() -> None:
+    documents = [text_document("a", "x\n\ny"), text_document("b", "z")]
+    with pytest.raises(DataError, match=r"'\\\\n\\\\n' \(--split-at\) is nowhere"):
+        list(split_documents(documents, r"\n\n"))
+    assert len(list(split_documents([*documents, text_document("c", "--")], "--"))) == 2
 
 
 def test_endless_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_text_that_begins_like_records_is_text(tmp_path: Path, content: str) -> 
         ("package.json", '{"name": "x",\n"version": "1"}', r"package\.json .*'text'.*'name'.*''"),
         ("a.json", "[1]", r"a\.json, item 1 is a number"),
         ("a.json", '[{"text": "x"}, {"text": 3}]', "item 2: the field 'text' is a number"),
-        ("a.json", "[\n1,]", r"a\.json is not JSON: .* line 2, column 3"),
+        ("a.json", "[\n1,]", r"a\.json is not JSON: .* line 2, column 3.*text-field ''"),
         ("a.csv", "id,body\n1,x\n", r"a\.csv has no column 'text'.*'id', 'body'.*--text-field"),
         ("a.csv", "id,text\n1,x\n2\n", r"a\.csv, line 3 has 1 columns; the header has 2$"),
         ("a.csv", 'id\ttext\n1\t"x\n', r"a\.csv, line 2 is not CSV"),

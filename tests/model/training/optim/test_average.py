@@ -73,7 +73,13 @@ def test_last_checkpoint_has_the_better_weights(
     rates = {"matrix_lr": rate, "embedding_lr": rate, "head_lr": rate, "scalar_lr": rate}
     events: list[Event] = []
     config = configure(
-        steps=40, average=0.2, decay="constant", eval_every=100, eval_batches=4, **rates
+        steps=40,
+        average=0.2,
+        decay="constant",
+        eval_every=100,
+        eval_batches=4,
+        keep_every=40,
+        **rates,
     )
     result = train(config, events.append)
     evaluation = RunDirectory(result.run).metrics()[-1]
@@ -93,5 +99,7 @@ def test_last_checkpoint_has_the_better_weights(
     assert torch.equal(served.get_parameter(name), weights[name]) != better
     card = (result.checkpoint / "README.md").read_text()
     assert ("average over about 20% of the run" in card) == better
+    kept = (result.run / "history" / "step-000040" / "README.md").read_text()
+    assert ("averaged weights" in kept) == better
     if better:
         assert evaluation["val_loss"] < evaluation["unaveraged_val_loss"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_links_are_relative_and_lead_to_the_newest_and_the_best(tmp_path: Path) 
     moved = tmp_path / "moved"
     run.path.rename(moved)
     assert RunDirectory.open(moved).linked_step(moved / "best") == 10
+
+
+def test_folder_in_place_of_a_link_is_explained(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {5: 3.0, 10: 2.0})
+    copy = RunDirectory(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)  # follows links
+    with pytest.raises(TrainingError, match=r"latest is a folder .* best and latest"):
+        copy.link_newest_and_best()
+    for link in (copy.best, copy.latest):
+        link.rmdir()
+    copy.link_newest_and_best()
+    assert copy.linked_step(copy.best) == 10
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -195,6 +208,16 @@ def test_invalid_description_is_refused(
         sentence = reason if isinstance(written, dict) else "the document is"
         with pytest.raises(TrainingError, match=f"run.json is not a valid .*: {sentence}"):
             run.read_training()
+
+
+def test_linked_folder_of_a_failed_run_is_left_empty(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    run = RunDirectory.create(tmp_path / "run")
+    run.data.mkdir()
+    run.discard()
+    assert list((tmp_path / "disk").iterdir()) == []
+    RunDirectory.create(tmp_path / "run").release()
 
 
 def test_mount_point_of_a_failed_run_is_left_empty(

@@ -105,6 +105,9 @@ def desk() -> None:
     (run / "state" / "state.pt").touch()
     for folder in ("empty", "folder/src", "fresh"):
         Path(folder).mkdir(parents=True)
+    copied = make_run(Path("runs/copied"), 1, 2, best=1)
+    (copied / "best").unlink()
+    (copied / "latest").unlink()
     os.mkfifo("pipe")
     for file in ("curve.png", "my-text.txt", "notes.md", "rows.parquet", "fresh/run.json"):
         Path(file).write_text("{}")
@@ -115,10 +118,13 @@ def desk() -> None:
     ("path", "problem", "commands"),
     [
         ("empty", "is empty. ", ["serve", "train --out empty", "serve empty"]),
-        ("runs", "is not a checkpoint, but a folder of some; ", ["serve 'runs/my run'"]),
+        ("runs", "is not a checkpoint, but a folder of some; ",
+         ["serve runs/copied", "serve 'runs/my run'"]),
         ("runs/my run/state", "is a part of a run; ", ["serve 'runs/my run'"]),
         ("fresh", "is a run that has no checkpoint yet. ",
          ["serve fresh --follow best", "train --resume --out fresh"]),
+        ("runs/copied", "is a run whose links to its checkpoints are missing",
+         ["serve runs/copied/step-000002"]),
         ("mine/model.safetensors", "is one file of a checkpoint; ", ["serve mine"]),
         ("mine/config.json", "is one file of a checkpoint; ", ["serve mine"]),
         ("mine/README.md", "is one file of a checkpoint; ", ["serve mine"]),
