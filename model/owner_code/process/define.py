@@ -200,7 +200,7 @@ def changed(statement: ast.stmt, fixed: Collection[str] = ()) -> set[str]:
     """The names that a statement binds or updates, also inside a loop, an `if`, a `try` or a `with`
     ("*" for `import *`), but not inside functions and classes. A call whose result is dropped, such
     as `slopes.append(1)`, updates the object of its method, unless that is in `fixed`."""
-    names, pending = set[str](), list[ast.AST]([statement])
+    names, pending = set[str](), list[ast.AST]([] if is_main(statement) else [statement])
     while pending:
         node = pending.pop()
         match node:
@@ -223,6 +223,11 @@ def changed(statement: ast.stmt, fixed: Collection[str] = ()) -> set[str]:
                 names.add(name)
         pending += ast.iter_child_nodes(node)
     return names
+
+
+def is_main(statement: ast.stmt) -> bool:
+    """True for `if __name__ == "__main__"`, which runs only in a script."""
+    return isinstance(statement, ast.If) and "__name__" in loaded(statement.test)
 
 
 def base(part: ast.expr) -> set[str]:

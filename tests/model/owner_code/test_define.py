@@ -123,6 +123,16 @@ for x in range(10):
     assert run(code, tmp_path).slopes == slopes
 
 
+def test_main_part_of_a_script_is_not_needed(tmp_path: Path) -> None:
+    """Statements on which only this part depends would run."""
+    (tmp_path / "model.py").write_text(
+        "log = []\nlog.append(1)\nclass Model:\n    def use(self):\n        return settings\n"
+        "if __name__ == '__main__':\n    settings = log\n"
+    )
+    module = run_definitions(tmp_path / "model.py", ["Model"], {"settings": 3}, {}, {})
+    assert (module.settings, vars(module).get("log")) == (3, None)
+
+
 def test_loop_that_fails_is_reported(tmp_path: Path) -> None:
     code = "table = [1, 2]\nfor i in (0, 5):\n    table[i] = 3\nclass Model:\n    x = table\n"
     with pytest.raises(Problem, match=r"line 2, which updates table, failed: IndexError"):
