@@ -94,10 +94,10 @@ def _id_first(text: str, separator: str) -> list[tuple[str, str]] | None:
 def _pairs(line: str, text: str) -> list[tuple[str, str]] | None:
     """The token and the number of each line; None if they do not cover the text. A line break may
     be a token."""
-    pairs, end = [], 0
-    for match in re.finditer(rf"{line}(?:\n|\Z)", text):
-        if match.start() != end:
+    pattern, pairs, end = re.compile(rf"{line}(?:\n|\Z)"), [], 0
+    while end < len(text):
+        if (match := pattern.match(text, end)) is None:
             return None
         pairs.append((match["token"], match["id"]))
         end = match.end()
-    return pairs if end == len(text) and pairs else None
+    return pairs or None
