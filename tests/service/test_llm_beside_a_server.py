@@ -74,8 +74,8 @@ def test_completions_equal_the_servers(llm: LLM, server: Serving, name: str) -> 
         assert own.stop_reason == choice.stop_reason
         assert own.logprobs is not None
         assert choice.tokens is not None
-        logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
-        assert own.logprobs.tolist() == logprobs
+        logprobs = [np.nan if token.logprob is None else token.logprob for token in choice.tokens]
+        np.testing.assert_array_equal(own.logprobs, logprobs)
         tops = [[(one.token_id, one.logprob, one.rank) for one in top] for top in own.top_logprobs]
         assert tops == [
             [(one.id, one.logprob, one.rank) for one in token.top] for token in choice.tokens
