@@ -4,10 +4,11 @@ of scores and mask."""
 from typing import get_args
 
 from logitd.model.convert.by_role import names as words
-from logitd.model.convert.by_role.build import is_trained, qk_norms_commute, query_rows
+from logitd.model.convert.by_role.build import qk_norms_commute, query_rows
 from logitd.model.convert.by_role.computation import QkvLayout, ScoreScale
 from logitd.model.convert.by_role.evidence import NOT_SAID, Evidence
 from logitd.model.convert.by_role.finding import ANY_ORDER, CONVENTION, UNUSED, Finding
+from logitd.model.convert.by_role.left_out import is_trained
 from logitd.model.convert.by_role.positions import WHOLE_WIDTH
 from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.stated import is_off, is_on, read_count, read_eps, setting

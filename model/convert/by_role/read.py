@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from logitd.model.convert.by_role.build import build, require_roles
+from logitd.model.convert.by_role.build import build
 from logitd.model.convert.by_role.finding import UNUSED, Finding, unused
+from logitd.model.convert.by_role.left_out import require_roles
 from logitd.model.convert.by_role.map_file import (
     MapFile,
     check_answers,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.build import require_roles
 from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.left_out import require_roles
 from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import MappedTensors, Part, Role, check
 from logitd.model.convert.foreign import ConvertError
