@@ -94,10 +94,16 @@ def tokenizer_class(folder: Path) -> str | None:
 
 
 def tokenizer_of_document(
-    document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
+    document: Mapping[str, Any],
+    path: Path,
+    *,
+    skip_normalizer: bool,
+    folder: Path | None,
+    pattern: str | None = None,
 ) -> ForeignTokenizer:
     """Read the parsed contents of a `tokenizer.json`. Error messages name `path`. `folder` has the
-    other files that describe the tokenizer. Raises ConvertError."""
+    other files that describe the tokenizer. `pattern` is the split pattern of byte-level BPE, if
+    the contents do not state it. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
     model = _model(document, path)
     vocabulary = _vocabulary(model, path)
@@ -114,7 +120,8 @@ def tokenizer_of_document(
     if model.get("type") == "WordLevel":
         words, assumed = _word_level_tokenizer(document, vocabulary, path, added)
         return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
-    pattern = _pattern(document, path)
+    if pattern is None:
+        pattern = _pattern(document, path)
     stated = None if folder is None else tokenizer_class(folder)
     if PATTERNS.get(stated or "", pattern) != pattern:
         notes.append(

@@ -15,7 +15,8 @@ import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.hf.tokenizer import (
-    QWEN2_PATTERN,
+    GPT2_PATTERN,
+    PATTERNS,
     tokenizer_class,
     tokenizer_of_document,
 )
@@ -34,26 +35,6 @@ from logitd.model.convert.vocabulary.words import (
     nameless,
     word_tokenizer,
 )
-
-QWEN2 = "Qwen2Tokenizer"
-QWEN2_SPLIT = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": QWEN2_PATTERN},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": False,
-            "use_regex": False,
-        },
-    ],
-}
-"""The pre-tokenizer that Qwen2Tokenizer uses, as in a `tokenizer.json`."""
 
 
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
@@ -128,7 +109,6 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
             for text, token_id in vocabulary.items()
             if looks_special(text) and text not in formed
         ],
-        "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
         "model": {
             "type": "BPE",
             "vocab": vocabulary,
@@ -136,13 +116,16 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
         },
     }
     place = Path(table.where)
+    stated = tokenizer_class(place.parent) if place.is_file() else None
     note = "no file states the split pattern: GPT-2's is assumed, as in Hugging Face's library"
-    if place.is_file() and tokenizer_class(place.parent) == QWEN2:
-        document |= {"pre_tokenizer": QWEN2_SPLIT, "normalizer": {"type": "NFC"}}
-        note = f"the split pattern is that of {QWEN2}, the class of the tokenizer"
+    if stated in PATTERNS:
+        note = f"the split pattern is that of {stated}, the class of the tokenizer"
+    if stated == "Qwen2Tokenizer":
+        document["normalizer"] = {"type": "NFC"}
     foreign = tokenizer_of_document(
         document,
         place,
+        pattern=PATTERNS.get(stated or "", GPT2_PATTERN),
         skip_normalizer=skip_normalizer,
         folder=place.parent if place.is_file() else None,
     )

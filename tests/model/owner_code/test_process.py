@@ -101,7 +101,7 @@ def test_integers_and_complex_numbers_are_stored(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["Drawn", "DrawnByTorch"])
 def test_class_that_draws_what_it_does_not_store_is_refused(kind: str, tmp_path: Path) -> None:
-    """What torch drew was accepted, because each model was made with the same seed."""
+    """Random numbers from torch went unnoticed, because every model was made with one seed."""
     with pytest.raises(ConvertError, match=rf"owner.py:{kind} returns other logits each time"):
         imported(kind, tmp_path)
 
