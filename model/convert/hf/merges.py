@@ -16,6 +16,11 @@ bytes as the characters from U+0100 to U+0143.
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.text.tokenizer import CHARACTERS
 
 Pair = tuple[bytes, bytes]
 
@@ -80,3 +85,46 @@ def written(token: bytes) -> str:
 def unwritten(spelled: str) -> bytes:
     """The token with this spelling. Raises KeyError if a character does not represent a byte."""
     return bytes(map(_BYTES.__getitem__, spelled))
+
+
+def check_merges(
+    model: Mapping[str, Any],
+    places: Mapping[tuple[str, str], int],
+    ranks: Mapping[bytes, int],
+    pattern: str,
+    path: Path,
+) -> None:
+    """Raise ConvertError unless the merges of a `tokenizer.json`'s `model`, with their places in
+    the list, give the same encoding as the ranks."""
+    pairs, last = set(), -1
+    for left, right in places:
+        try:
+            pair = (unwritten(left), unwritten(right))
+            rank = ranks[pair[0] + pair[1]]
+        except KeyError as error:
+            raise ConvertError(
+                f"{path}: the merge of {left!r} and {right!r} forms no token of the vocabulary"
+            ) from error
+        if rank < last:
+            raise ConvertError(
+                f"{path}: the merge of {left!r} and {right!r} is out of order; merges can be "
+                "converted to ranks only if they are in the order of the ids that they create"
+            )
+        last = rank
+        pairs.add(pair)
+    if pattern == CHARACTERS and model.get("ignore_merges") is True and not pairs:
+        return  # whole characters are looked up
+    for token in ranks:
+        if len(token) == 1:
+            continue
+        pair_of = last_pair(token, ranks)
+        if pair_of is None and model.get("ignore_merges") is not True:
+            raise ConvertError(
+                f"{path}: no merges form the token {token!r}, but with ranks it would be used for "
+                "a whole word"
+            )
+        if pair_of is not None and pair_of not in pairs:
+            raise ConvertError(
+                f"{path}: with ranks, the token {token!r} would be merged from {pair_of[0]!r} "
+                f"and {pair_of[1]!r}, which is not one of its merges"
+            )

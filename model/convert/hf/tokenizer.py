@@ -21,13 +21,13 @@ from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
 from logitd.model.convert.hf.added import AddedVocabulary, read_added
 from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.folder import CONFIG
-from logitd.model.convert.hf.merges import last_pair, merge_piece, unwritten, written
+from logitd.model.convert.hf.merges import check_merges, merge_piece, unwritten, written
 from logitd.model.convert.hf.special_tokens import TOKENIZER_CONFIG, require_members
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import member, object_beside, source_object
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT, with_all_bytes, word_tokenizer
 from logitd.model.text.pieces import WORDS_AND_MARKS
-from logitd.model.text.tokenizer import CHARACTERS, END_OF_TEXT, Tokenizer
+from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 TOKENIZER = "tokenizer.json"
 
@@ -150,7 +150,7 @@ def tokenizer_of_document(
             f"{model['unk_token']!r}, but logitd encodes every text without loss"
         )
     ranks = complete
-    _check_merges(model, pairs, ranks, pattern, path)
+    check_merges(model, pairs, ranks, pattern, path)
     with naming(path):
         tokenizer = Tokenizer(
             ranks=ranks,
@@ -309,49 +309,6 @@ def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
             raise ConvertError(f"{path}: the merge {merge!r:.60} does not have two parts")
         places[parts[0], parts[1]] = place
     return places
-
-
-def _check_merges(
-    model: Mapping[str, Any],
-    places: Mapping[tuple[str, str], int],
-    ranks: Mapping[bytes, int],
-    pattern: str,
-    path: Path,
-) -> None:
-    """Raise ConvertError unless the merges give the same encoding as the ranks (see
-    `merges.py`)."""
-    pairs, last = set(), -1
-    for left, right in places:
-        try:
-            pair = (unwritten(left), unwritten(right))
-            rank = ranks[pair[0] + pair[1]]
-        except KeyError as error:
-            raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} forms no token of the vocabulary"
-            ) from error
-        if rank < last:
-            raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} is out of order; merges can be "
-                "converted to ranks only if they are in the order of the ids that they create"
-            )
-        last = rank
-        pairs.add(pair)
-    if pattern == CHARACTERS and model.get("ignore_merges") is True and not pairs:
-        return  # whole characters are looked up
-    for token in ranks:
-        if len(token) == 1:
-            continue
-        pair_of = last_pair(token, ranks)
-        if pair_of is None and model.get("ignore_merges") is not True:
-            raise ConvertError(
-                f"{path}: no merges form the token {token!r}, but with ranks it would be used for "
-                "a whole word"
-            )
-        if pair_of is not None and pair_of not in pairs:
-            raise ConvertError(
-                f"{path}: with ranks, the token {token!r} would be merged from {pair_of[0]!r} "
-                f"and {pair_of[1]!r}, which is not one of its merges"
-            )
 
 
 def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
