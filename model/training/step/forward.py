@@ -1,8 +1,8 @@
 """Forward: the logits and the loss in training, with the fastest attention for the device.
 
-Weights are always float32; bfloat16 products use autocast. On a CPU in bfloat16,
-`model/training/step/matrix_attention.py` computes attention. It keeps the attention weights of
-every head and layer in memory, so long windows use torch's fused kernel instead.
+Weights are always float32; bfloat16 products use autocast. Where it is faster than torch's fused
+kernel, `model/training/step/matrix_attention.py` computes attention. It keeps the attention weights
+of every head and layer in memory, so long contexts use the fused kernel.
 `model/training/step/compile.py` compiles the loss.
 
 Shapes: B sequences, T positions, V = vocab_size.
@@ -16,10 +16,11 @@ from logitd.model.training.configuration.presets import TrainingDType
 from logitd.model.training.step.loss import cross_entropy
 from logitd.model.training.step.matrix_attention import MatrixAttend
 from logitd.model.transformer.attention import Attend, CausalAttend
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
 LONGEST = 1024
-"""Longest window for which attention weights are kept for the backward pass."""
+"""Longest context for which attention weights are kept for the backward pass."""
 
 
 class Forward:
@@ -29,7 +30,7 @@ class Forward:
     def __init__(self, gpt: GPT, placement: Placement, *, dropout: float) -> None:
         self._gpt = gpt
         self._placement = placement
-        self._attend = _choose_attend(placement, gpt.config.context_length, dropout)
+        self._attend = _choose_attend(placement, gpt.config, dropout)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         with self._autocast():
@@ -82,8 +83,11 @@ def native_bfloat16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _choose_attend(placement: Placement, context_length: int, dropout: float) -> Attend:
-    in_bfloat16 = placement.device.type == "cpu" and placement.dtype == torch.bfloat16
-    if in_bfloat16 and context_length <= LONGEST:
+def _choose_attend(placement: Placement, config: GPTConfig, dropout: float) -> Attend:
+    """The faster attention. On a CPU, torch's fused kernel is slow in bfloat16, does not support
+    dropout, and computes the keys outside a sliding window too."""
+    windowed = any(config.window(layer) is not None for layer in range(config.n_layer))
+    slow = placement.dtype == torch.bfloat16 or dropout > 0 or windowed
+    if placement.device.type == "cpu" and slow and config.context_length <= LONGEST:
         return MatrixAttend(placement.dtype, dropout)
     return CausalAttend(dropout)

@@ -1,11 +1,11 @@
-"""Matrix attention: causal attention as batched matrix products, for training on a CPU in bfloat16.
+"""Matrix attention: causal attention as batched matrix products, for training on a CPU.
 
-On such a CPU torch's fused kernel takes about twice as long, forward and backward, as two products
-with a softmax between them. Queries are processed in blocks. A block uses the keys from the first
-one visible to its first query up to the end of the block, so most masked positions are never
-computed. In a window of 512 positions, this takes three fifths of the time of attention without
-blocks. The cost is memory: the attention weights of every head and layer are kept for the backward
-pass.
+In bfloat16, torch's fused kernel takes about twice as long, forward and backward, as two products
+with a softmax between them; in float32 it is slower with dropout and with sliding windows. Queries
+are processed in blocks. A block uses the keys from the first one visible to its first query up to
+the end of the block, so most masked positions are never computed. In a context of 512 positions,
+this takes three fifths of the time of attention without blocks. The cost is memory: the attention
+weights of every head and layer are kept for the backward pass.
 
 Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width; a block
 is positions [a, e).
