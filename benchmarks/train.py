@@ -5,15 +5,15 @@
 
 For each budget `logitd train --minutes N` chooses a size, and nanoGPT's model and AdamW (the preset
 `nanogpt`) get the same layers and width: the block matrices have the same shapes. Text, vocabulary,
-context, threads and training time are the same. Every run is a real `train()` in a separate
-process, and the two sides take turns. The sides differ only in the recipe: the shape outside the
-block matrices, the optimizers, the learning rates and their schedule, and the batch size. The
-default has more parameters, because it has an untied head and value embeddings, which cost memory
-but hardly any arithmetic. The table has the parameter counts of both sides.
+threads and training time are the same. Every run is a real `train()` in a separate process, and the
+two sides take turns. The sides differ only in the recipe: the shape outside the block matrices, the
+context, the optimizers, the learning rates and their schedule, and the batch size. The default has
+more parameters, because it has an untied head and value embeddings, which cost memory but hardly
+any arithmetic. The table has the parameter counts of both sides.
 
 Only the time of training is counted, not the time for the vocabulary, the choice of the size or the
 last evaluation. Bits per byte are measured after the run, with the last weights, on the whole
-validation text, in the same windows for all runs.
+validation text, in windows of the model's context.
 
 Fairness to nanoGPT: its preset has the best of the learning rates and batch sizes that were tried
 at width 128; `--sweep` first tries every pair of RATES and BATCHES at each budget, with a separate
@@ -71,10 +71,10 @@ Finished = tuple[Run, Outcome]
 
 def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads: int) -> Any:
     """The run as fields of TrainingConfig."""
-    shape = {
-        name: getattr(size, name) for name in ("n_layer", "n_head", "d_model", "context_length")
-    }
-    fields = shape | {
+    fields = {
+        "n_layer": size.n_layer,
+        "n_head": size.n_head,
+        "d_model": size.d_model,
         "data": tuple(data),
         "tokenizer": str(tokenizer),
         "minutes": run.minutes,
@@ -89,7 +89,8 @@ def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads
         "checkpoint_every": NEVER,
     }
     if run.side == "default":
-        return {**fields, "weight_decay": size.weight_decay}
+        own = {"context_length": size.context_length, "weight_decay": size.weight_decay}
+        return {**fields, **own}
     rates = {f"{part}_lr": run.rate for part in ("embedding", "head", "scalar")}
     return {**fields, **rates, "preset": "nanogpt"}
 
@@ -163,9 +164,8 @@ class Measurement:
 
 
 def smaller(size: Size) -> Size:
-    """The next smaller size, but with the context of `size`, so that the windows are the same."""
-    below = SIZES[max(0, SIZES.index(size) - 1)]
-    return replace(below, context_length=size.context_length)
+    """The next smaller size."""
+    return SIZES[max(0, SIZES.index(size) - 1)]
 
 
 def check(finished: Iterable[Finished]) -> None:

@@ -1,11 +1,11 @@
-"""Batches: the tokens of a training step, as a pure function of (seed, sequence number).
+"""Batches: the tokens of a training step, as a pure function of (seed, sequence number, window).
 
 Each pass over the text puts its documents into a different order, divides the tokens into windows
-of the context length that begin at a different offset, and visits the windows in a different order.
-All three depend only on (seed, pass). So a resumed run needs no stored state, and random numbers
-drawn elsewhere do not affect the order. A step has the same B * A sequences whether it is computed
-as one batch of B * A or as A batches of B, in one process or in several. The seed of dropout also
-depends only on (seed, sequence number).
+of equal length that begin at a different offset, and visits the windows in a different order. All
+three depend only on (seed, pass, window). So a resumed run needs no stored state, and random
+numbers drawn elsewhere do not affect the order. A step has the same B * A sequences whether it is
+computed as one batch of B * A or as A batches of B, in one process or in several. The seed of
+dropout also depends only on (seed, sequence number).
 
 The text is not copied: a window is read from the shard, document by document. Each document takes 8
 bytes of memory, plus 16 bytes for each pass in memory. At most two passes are in memory.
@@ -40,28 +40,30 @@ class Batches:
     """The windows of a shard in training order. `end_of_text` ends the documents of a shard that
     does not list them."""
 
-    def __init__(self, shard: Shard, *, window: int, seed: int, end_of_text: int) -> None:
-        if shard.count < window + 1:
-            raise ValueError(f"{shard.count} tokens do not fill a window of {window} + 1")
-        self.windows = (shard.count - 1) // window  # in one pass
+    def __init__(self, shard: Shard, *, seed: int, end_of_text: int) -> None:
         self._shard = shard
-        self._window = window
         self._seed = seed
         self._ends = shard.document_ends(end_of_text)
         self._pass = lru_cache(maxsize=2)(self._draw_pass)
 
-    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def in_pass(self, window: int) -> int:
+        """Number of windows in one pass. Raises ValueError if the text does not fill one."""
+        if self._shard.count < window + 1:
+            raise ValueError(f"{self._shard.count} tokens do not fill a window of {window} + 1")
+        return (self._shard.count - 1) // window
+
+    def batch(self, first: int, count: int, window: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets (B, T) of the sequences numbered first .. first + count - 1."""
-        rows = np.stack([self._sequence(number) for number in range(first, first + count)])
+        rows = np.stack([self._sequence(number, window) for number in range(first, first + count)])
         ids = torch.from_numpy(rows)  # (B, T + 1)
         return ids[:, :-1], ids[:, 1:]
 
-    def _sequence(self, number: int) -> npt.NDArray[np.int64]:
-        epoch, index = divmod(number, self.windows)
-        drawn = self._pass(epoch)
+    def _sequence(self, number: int, window: int) -> npt.NDArray[np.int64]:
+        epoch, index = divmod(number, self.in_pass(window))
+        drawn = self._pass(epoch, window)
         # The last windows of a shifted pass would extend beyond the end, so they wrap around.
-        place = drawn.offset + int(drawn.windows[index]) * self._window
-        return self._read(drawn, place % (self._shard.count - self._window), self._window + 1)
+        place = drawn.offset + int(drawn.windows[index]) * window
+        return self._read(drawn, place % (self._shard.count - window), window + 1)
 
     def _read(self, drawn: _Pass, place: int, count: int) -> npt.NDArray[np.int64]:
         """`count` tokens that begin at `place`, in the order of a pass."""
@@ -75,10 +77,10 @@ class Batches:
             place, count, index = place + taken, count - taken, index + 1
         return np.concatenate(parts).astype(np.int64)
 
-    def _draw_pass(self, epoch: int) -> _Pass:
+    def _draw_pass(self, epoch: int, window: int) -> _Pass:
         generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
-        offset = int(generator.integers(self._window))
-        windows = generator.permutation(self.windows)
+        offset = int(generator.integers(window))
+        windows = generator.permutation(self.in_pass(window))
         documents = generator.permutation(len(self._ends))
         lengths = np.diff(self._ends, prepend=0)
         return _Pass(offset, windows, documents, np.cumsum(lengths[documents]))

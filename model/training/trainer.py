@@ -34,7 +34,7 @@ from logitd.model.training.distributed.ranks import ALONE, process_group
 from logitd.model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
 from logitd.model.training.optim.average import Average
 from logitd.model.training.optim.optimizers import Optimizers
-from logitd.model.training.optim.schedule import head_scale, lr_scale
+from logitd.model.training.optim.schedule import head_scale, lr_scale, window_length
 from logitd.model.training.recording.recorder import Due, RunRecorder
 from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import DAMAGE, differences, environment, load_state
@@ -137,11 +137,9 @@ class Trainer:
             self.gpt.to(placement.device)
         self.gpt.train()
         # 2) The parts of a step: batches, loss, update.
-        window, end_of_text = training.model.context_length, run.text.tokenizer.end_of_text
+        end_of_text = run.text.tokenizer.end_of_text
         assert end_of_text is not None
-        self.batches = Batches(
-            run.text.train, window=window, seed=self.recipe.seed, end_of_text=end_of_text
-        )
+        self.batches = Batches(run.text.train, seed=self.recipe.seed, end_of_text=end_of_text)
         forward = Forward(self.gpt, placement, dropout=training.model.dropout)
         self.loss: Loss = forward.loss
         if compiles(training.config.compile, placement.device, self.length.minutes):
@@ -154,7 +152,8 @@ class Trainer:
         self.planned = Counters()  # with the share of the minutes that the next step completes
         self.expected = self.length.steps  # number of steps of the whole run; None: unknown
         self.done_before = 0.0  # completed share of the run before the last step
-        self.log = StepLog(flops_per_token(training.model), machine_rate(placement))
+        self.window = 0  # number of positions in each window of the last step; 0 before the first
+        self.log = StepLog(machine_rate(placement))
         self.divergence = DivergenceMonitor(self.recipe.warmup)
         self.recorder = RunRecorder(run, self.gpt, self.optimizers, self.average, report)
         self.began = began
@@ -221,9 +220,9 @@ class Trainer:
                     "total: to continue, increase --steps or --minutes, which count the whole run"
                 )
             while reason is None:
-                before = self.counters
+                before, window = self.counters, self.window
                 self._step()
-                if before.step == self.first:  # compiling and warming up
+                if window != self.window:  # compiling and warming up
                     self._count_setup(since=before.seconds)
                 reason = self._reason_to_stop(signals)
                 if reason is None and self._between_steps():
@@ -240,11 +239,23 @@ class Trainer:
             self.counters, share=self.planned.share, minutes=self.planned.minutes
         )
         done = self.length.done(self.counters)
-        scale = lr_scale(recipe, self.counters.step, done, self.run.training.rewarming)
+        training, model = self.run.training, self.run.training.model
+        scale = lr_scale(recipe, self.counters.step, done, training.rewarming)
+        window = window_length(recipe, model.context_length, done, training.rewarming)
+        warm = window == self.window
+        if self.window and not warm:
+            self._notice(
+                f"from step {self.counters.step + 1:,} on, windows have {window:,} tokens instead "
+                f"of {self.window:,}"
+            )
+        self.window = window
         # 1) Compute the gradients of this process's batches. Dropout depends only on the sequence.
         loss = torch.zeros((), device=device)
+        share = model.context_length // window  # windows in place of one of the context length
         for first in batch.batches(self.counters.step):
-            inputs, targets = self.batches.batch(first, batch.batch_size)  # (B, T) each
+            inputs, targets = self.batches.batch(
+                first * share, batch.batch_size * share, window
+            )  # (B, T) each
             torch.manual_seed(noise_seed(recipe.seed, first))
             part_loss = self.loss(to_device(inputs, device), to_device(targets, device))
             (part_loss / batch.parts).backward()
@@ -257,9 +268,9 @@ class Trainer:
         by_steps = 1 / self.length.steps if self.length.steps else 0.0
         self.average.follow(max(done - self.done_before, by_steps))
         # 3) Count. The loss stays on the device until a report is due.
-        tokens = batch.total * self.gpt.config.context_length
-        self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens)
-        warm = self.counters.step > self.first
+        tokens = batch.total * share * window
+        operations = tokens * flops_per_token(model, window)
+        self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens, operations=operations)
         self.counters = self.counters.stepped(self._now(), tokens, warm=warm)
         if self.counters.step == 1:
             self.divergence.start(float(loss))

@@ -23,10 +23,9 @@ import numpy as np
 from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import ResolvedTraining, resolve
-from logitd.model.training.step.flops import flops_per_token
 from logitd.model.transformer.size import count_elements
 
-TOKENS_PER_PARAMETER = 0.9
+TOKENS_PER_PARAMETER = 0.85
 """Minimum number of training tokens per parameter of the block matrices."""
 USABLE = 0.9
 """Share of the run's time available for steps; the rest is for evaluations, samples and
@@ -94,14 +93,14 @@ def _size(layers: int, width: int, context: int, batch: int, vocabulary: int, ra
 
 
 SIZES: tuple[Size, ...] = (
-    _size(2, 64, 128, 8, 1024, 0.035),
-    _size(3, 96, 256, 6, 1024, 0.035),
-    _size(4, 128, 256, 8, 1024, 0.035),  # `tiny`
-    _size(4, 192, 256, 12, 2048, 0.03),
-    _size(6, 192, 256, 12, 2048, 0.03),
-    _size(6, 256, 512, 8, 2048, 0.03),  # `small`
-    _size(8, 320, 512, 10, 4096, 0.03),
-    _size(8, 384, 512, 12, 4096, 0.025),
+    _size(2, 64, 512, 2, 1024, 0.035),
+    _size(3, 96, 768, 2, 1024, 0.035),
+    _size(4, 128, 1024, 2, 1024, 0.035),  # `tiny`
+    _size(4, 192, 1024, 3, 2048, 0.03),
+    _size(6, 192, 1024, 3, 2048, 0.03),
+    _size(6, 256, 1024, 4, 2048, 0.03),  # `small`
+    _size(8, 320, 1024, 5, 4096, 0.03),
+    _size(8, 384, 1024, 6, 4096, 0.025),
     _size(8, 512, 1024, 8, 8192, 0.025),
     _size(10, 640, 1024, 12, 16_384, 0.025),
     _size(12, 768, 1024, 16, 16_384, 0.02),
@@ -247,7 +246,7 @@ def search(
     def expected(size: Size) -> float:
         index = SIZES.index(size)
         nearest = min(speeds, key=lambda other: abs(SIZES.index(other) - index))
-        measured, this = (flops_per_token(candidates[each].model) for each in (nearest, size))
+        measured, this = (candidates[each].operations_per_token for each in (nearest, size))
         return speeds[nearest] * measured / this
 
     def is_allowed(size: Size) -> bool:

@@ -11,6 +11,7 @@ preset's unless the user sets them:
   *_lr      a tenth of the preset's, because large steps would undo what the weights have learned
   warmup    a twentieth of the run, because the optimizers begin without momentum. If only the
             clock ends the run, its number of steps is unknown, so the warmup is a `Rewarming`
+  windows   not short at first, because the weights have learned from long ones
   --lora    AdamW at LORA_RATE without weight decay, because one matrix of an adapter begins with
             zeros, and Muon's steps for it would be as large as for any other matrix
 
@@ -94,6 +95,7 @@ def finetuned_recipe(
             )
     values: dict[str, Any] = {name: getattr(recipe, name) / SLOWER for name in RATES}
     values["warmup"] = 0 if by_clock else round(WARMUP * recipe.steps)
+    values["short_windows"] = 0.0
     if lora is not None:
         if given.get("optimizer", "adamw") != "adamw":
             raise TrainingError(

@@ -72,6 +72,13 @@ class Recipe:
     cooldown: Annotated[
         Share, Field(description="duration of a linear decay (share of the run)")
     ] = 0.6
+    short_windows: Annotated[
+        Share,
+        Field(
+            description="share of the run that trains on short windows first: a quarter of the "
+            "context length, at least 128 tokens, with as many tokens in a step"
+        ),
+    ] = 0.0
     final_lr: Annotated[Share, Field(description="final learning rate, as a share of the peak")] = (
         0.0
     )
@@ -170,16 +177,17 @@ PRESETS: Mapping[str, Preset] = {
             "n_layer": 4,
             "n_head": 2,
             "d_model": 128,
-            "context_length": 256,
+            "context_length": 1024,
         },
         recipe=Recipe(
             steps=1200,
-            batch_size=8,
+            batch_size=2,
             vocab_size=1024,
             matrix_lr=0.035,
             embedding_lr=0.1,
             head_lr=0.004,
             scalar_lr=0.01,
+            short_windows=0.7,
             eval_every=200,
             eval_batches=16,
             checkpoint_every=400,
@@ -191,19 +199,20 @@ PRESETS: Mapping[str, Preset] = {
             "n_layer": 6,
             "n_head": 4,
             "d_model": 256,
-            "context_length": 512,
+            "context_length": 1024,
         },
         # Four passes over the text that comes with Python 3.11, of 568 steps and two evaluations
         # each. A fifth pass lowered only the training loss. The run ends at the end of a pass:
         # early in the next one the model still remembers some windows, and validation is 2 % worse.
         recipe=Recipe(
             steps=2272,
-            batch_size=8,
+            batch_size=4,
             vocab_size=2048,
             matrix_lr=0.03,
             embedding_lr=0.1,
             head_lr=0.004,
             scalar_lr=0.01,
+            short_windows=0.7,
             weight_decay=0.05,
             eval_every=284,
             checkpoint_every=1136,

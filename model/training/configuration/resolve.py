@@ -36,7 +36,12 @@ from logitd.model.training.configuration.finetune import (
     lora_shape,
 )
 from logitd.model.training.configuration.presets import PRESETS, Recipe
-from logitd.model.training.optim.schedule import Rewarming, lr_scale
+from logitd.model.training.optim.schedule import (
+    SHORTEST,
+    Rewarming,
+    lr_scale,
+    window_length,
+)
 from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.stopping.length import Counters, Length
 from logitd.model.transformer.config import GPTConfig
@@ -75,13 +80,12 @@ AFTER_THE_END = frozenset(
 """Fields that may change when a run without further steps is resumed."""
 REWARMING = 0.05
 """Share of the remaining run over which the learning rate rises, if the run was extended."""
-LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""On a CPU, `compile` "auto" means "on" for long runs. A run is long if it has at least
-LONG_OPERATIONS operations or, without a limit on its steps, LONG_BY_CLOCK operations. If it has a
-time limit, the limit must also be at least LONG_MINUTES. On two AVX-512 cores in bfloat16,
-compiling took as much time as it saved in a run of two thirds of LONG_BY_CLOCK or about half of
-LONG_OPERATIONS. The length is measured in operations because a slower machine also compiles more
-slowly."""
+LONG_MINUTES, LONG_OPERATIONS = 15.0, 1.5e14
+"""On a CPU, `compile` "auto" means "on" for long runs, which have at least LONG_OPERATIONS
+operations. If a run has a time limit, the limit must also be at least LONG_MINUTES. On two AVX-512
+cores in bfloat16, compiling once took as much time as it saved in a run of half of LONG_OPERATIONS;
+a run that begins with short windows compiles twice. The length is measured in operations because a
+slower machine also compiles more slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,14 @@ class ResolvedTraining:
     def tokens_per_step(self) -> int:
         return self.recipe.batch_size * self.recipe.accumulate * self.model.context_length
 
+    @property
+    def operations_per_token(self) -> float:
+        """Operations for one token, on average over the run."""
+        recipe, model = self.recipe, self.model
+        short = window_length(recipe, model.context_length, 0.0, self.rewarming)
+        part = recipe.short_windows
+        return part * flops_per_token(model, short) + (1 - part) * flops_per_token(model)
+
     def with_vocabulary(
         self, size: int, speed: Callable[["ResolvedTraining"], float] = lambda training: 0.0
     ) -> "ResolvedTraining":
@@ -131,10 +143,11 @@ class ResolvedTraining:
         steps, minutes = self.length.steps, self.length.minutes
         if minutes is not None and minutes < LONG_MINUTES:
             return False
-        operations = flops_per_token(self.model)
         if steps is None:
-            return (minutes or 0) * 60 * speed(self) * operations >= LONG_BY_CLOCK
-        return steps * self.tokens_per_step * operations >= LONG_OPERATIONS
+            tokens = (minutes or 0) * 60 * speed(self)
+        else:
+            tokens = float(steps * self.tokens_per_step)
+        return tokens * self.operations_per_token >= LONG_OPERATIONS
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of run.json."""
@@ -236,6 +249,21 @@ def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
     return replace(model, **changes)
 
 
+def fit_context(
+    training: ResolvedTraining, given: Collection[str], tokens: int
+) -> ResolvedTraining:
+    """The run with a context that `tokens` tokens fill. The context is halved, and the sequences of
+    a batch doubled, down to SHORTEST positions. The shape of a base and `given` fields stay."""
+    model, recipe = training.model, training.recipe
+    if training.base is not None or "context_length" in given:
+        return training
+    while tokens <= model.context_length > SHORTEST:
+        model = replace(model, context_length=model.context_length // 2)
+        if "batch_size" not in given:
+            recipe = replace(recipe, batch_size=2 * recipe.batch_size)
+    return replace(training, model=model, recipe=recipe)
+
+
 def _refuse_texts(given: Mapping[str, Any]) -> None:
     """Raise TrainingError for an empty prompt, and for a path or text that run.json and the
     checkpoints' cards cannot contain."""
@@ -262,6 +290,12 @@ def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
                 f"{name} is {given[name]}, but has no effect while {other} is {values[other]}: "
                 f"remove {name}, or {instead}"
             )
+    length = training.model.context_length
+    if given.get("short_windows") and window_length(recipe, length, 0.0) == length:
+        raise TrainingError(
+            f"short_windows is {recipe.short_windows}, but has no effect with a context_length of "
+            f"{length}, because short windows have at least {SHORTEST} tokens: remove it"
+        )
     if "warmup" in given and steps is not None and recipe.warmup >= steps:
         raise TrainingError(
             f"warmup is {recipe.warmup}, but the run has {steps} steps, so the learning rate never "

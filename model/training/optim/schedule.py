@@ -1,4 +1,6 @@
-"""Schedule: the learning rates of a step, as shares of their peaks."""
+"""Schedule: what changes in the course of a run: the learning rates, as shares of their peaks, and
+the length of the windows.
+"""
 
 import math
 from dataclasses import dataclass
@@ -7,6 +9,11 @@ from logitd.model.training.configuration.presets import Recipe
 
 HEAD_STEPS = 150
 """Time constant, in steps, with which the head's learning rate falls to half."""
+
+SHORTER = 4
+"""Ratio of the context length to the length of short windows."""
+SHORTEST = 128
+"""Length of the shortest short windows, in positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,21 @@ def head_scale(recipe: Recipe, step: int) -> float:
     rate is better in the end, but runs of some sixty steps need the full rate to learn which tokens
     are frequent."""
     return (1 + math.exp(-step / HEAD_STEPS)) / 2 if recipe.optimizer == "muon" else 1.0
+
+
+def window_length(
+    recipe: Recipe, context_length: int, done: float, rewarming: Rewarming | None = None
+) -> int:
+    """Number of positions in each window of a step.
+
+    Short windows come first. A batch of them has as many tokens from more places in the text, which
+    helps most in the beginning, and their attention takes less time. Few steps with long windows
+    are enough to learn what a long context adds. A run that was extended after its learning rate
+    had begun to fall keeps long windows.
+    """
+    if done >= recipe.short_windows or rewarming is not None:
+        return context_length
+    return min(context_length, max(SHORTEST, context_length // SHORTER))
 
 
 def _scheduled(recipe: Recipe, step: int, done: float) -> float:

@@ -28,13 +28,14 @@ class Figures:
 class StepLog:
     """The steps since the last report. `machine_rate` is in operations per second."""
 
-    def __init__(self, flops_per_token: float, machine_rate: float) -> None:
-        self._flops_per_token, self._machine_rate = flops_per_token, machine_rate
+    def __init__(self, machine_rate: float) -> None:
+        self._machine_rate = machine_rate
         self._clear()
         self.start()
 
     def _clear(self) -> None:
         self.steps = self._tokens = 0
+        self._operations = 0.0
         self._loss: Tensor | float = 0.0
         self._norm: Tensor | float = 0.0
         self._lr_scale = 0.0
@@ -45,6 +46,7 @@ class StepLog:
         return {
             "steps": self.steps,
             "tokens": self._tokens,
+            "operations": self._operations,
             "loss": self._loss,
             "norm": self._norm,
             "share": self._lr_scale,
@@ -53,6 +55,7 @@ class StepLog:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.steps, self._tokens = int(state["steps"]), int(state["tokens"])
+        self._operations = float(state.get("operations", 0.0))  # absent in older states
         self._loss, self._norm = float(state["loss"]), float(state["norm"])
         self._lr_scale, self._before = float(state["share"]), float(state["seconds"])
 
@@ -61,9 +64,12 @@ class StepLog:
         on setup, evaluations and checkpoints does not count."""
         self._since = time.monotonic() - self._before
 
-    def add(self, *, loss: Tensor, norm: Tensor, lr_scale: float, tokens: int) -> None:
+    def add(
+        self, *, loss: Tensor, norm: Tensor, lr_scale: float, tokens: int, operations: float
+    ) -> None:
         self.steps += 1
         self._tokens += tokens
+        self._operations += operations
         self._loss = self._loss + loss
         self._norm, self._lr_scale = norm, lr_scale
 
@@ -77,13 +83,12 @@ class StepLog:
     def figures(self) -> Figures:
         """The metrics of the steps since the last call to `take`."""
         loss = float(self._loss) / self.steps  # waits for the device
-        seconds = time.monotonic() - self._since
-        speed = self._tokens / max(seconds, 1e-9)
+        seconds = max(time.monotonic() - self._since, 1e-9)
         return Figures(
             loss=loss,
             learning_rate=self._lr_scale,
             gradient_norm=float(self._norm),
-            tokens_per_second=speed,
-            matrix_share=speed * self._flops_per_token / self._machine_rate,
+            tokens_per_second=self._tokens / seconds,
+            matrix_share=self._operations / seconds / self._machine_rate,
             seconds_per_step=seconds / self.steps,
         )

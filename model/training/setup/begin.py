@@ -39,6 +39,7 @@ from logitd.model.training.configuration.config import TrainingConfig, TrainingE
 from logitd.model.training.configuration.resolve import (
     REWARMING,
     ResolvedTraining,
+    fit_context,
     resolve,
     resolve_resumed,
 )
@@ -159,6 +160,18 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
             )
         vocab_size = prepared.tokenizer.vocab_size
         training = training.with_vocabulary(vocab_size, speed)
+        before, tokens = (
+            training.model.context_length,
+            min(prepared.train.count, prepared.val.count),
+        )
+        training = fit_context(training, config.given(), tokens)
+        if training.model.context_length < before:
+            report(
+                Noticed(
+                    f"the context has {training.model.context_length:,} positions instead of "
+                    f"{before:,}, because the smaller part of the text has only {tokens:,} tokens"
+                )
+            )
         require_window(prepared, training.model.context_length)
         _check_prompts(config.prompts, prepared)
         report(Prepared(prepared.record, vocab_size))

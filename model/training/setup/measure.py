@@ -22,6 +22,7 @@ from logitd.model.training.configuration.autosize import (
 )
 from logitd.model.training.configuration.resolve import ResolvedTraining
 from logitd.model.training.optim.optimizers import Optimizers, initialize
+from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.step.forward import Forward
 from logitd.model.transformer.gpt import GPT
 
@@ -46,8 +47,9 @@ def measure_machine(training: ResolvedTraining, placement: Placement, seconds: f
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
     """Time several real steps on random ids. Returns the tokens per second of the fastest step,
-    which other programs disturbed least. The first step is not timed. Measuring ends when it has
-    used its share of `seconds`, but at least one step is timed."""
+    which other programs disturbed least, if windows have their average length. The first step is
+    not timed. Measuring ends when it has used its share of `seconds`, but at least one step is
+    timed."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
@@ -66,7 +68,8 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
         if placement.device.type == "cuda":  # a call only queues the work on CUDA
             torch.cuda.synchronize(placement.device)
         times.append(time.perf_counter() - began)
-    return recipe.batch_size * model.context_length / min(times[1:])
+    shorter = flops_per_token(model) / candidate.operations_per_token
+    return shorter * recipe.batch_size * model.context_length / min(times[1:])
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:

@@ -33,9 +33,9 @@ class CompiledLoss:
     without a C compiler can train too. `notice` gets a message before compiling and after a
     failure.
 
-    The first call compiles: it runs forward and backward once, drops the gradients, and then
-    computes the result. If that run fails, the result is computed eagerly; an error that was not
-    caused by compiling occurs again then.
+    The first call with ids of a shape compiles: it runs forward and backward once, drops the
+    gradients, and then computes the result. If that run fails, the result is computed eagerly; an
+    error that was not caused by compiling occurs again then.
 
     `peers` are processes that share a model and must compute together. If only one of them fell
     back to eager, the others would wait forever. So each process first tests its compiler on a
@@ -52,16 +52,18 @@ class CompiledLoss:
     ) -> None:
         self._forward, self._notice = forward, notice
         self._backend, self._peers = backend, peers
-        self._loss: Loss | None = None
+        self._losses: dict[torch.Size, Loss] = {}  # by the shape of the ids
+        self._works = True  # False after a failure
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        if self._loss is None:
-            self._loss = self._compile(token_ids, targets)
-        return self._loss(token_ids, targets)
+        if token_ids.shape not in self._losses:
+            loss = self._compile(token_ids, targets) if self._works else self._forward.loss
+            self._losses[token_ids.shape] = loss
+        return self._losses[token_ids.shape](token_ids, targets)
 
     def _compile(self, token_ids: Tensor, targets: Tensor) -> Loss:
         self._notice("compiling the training step, which can take a minute or two")
-        compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
+        compiled: Loss = torch.compile(self._forward.loss, backend=self._backend, dynamic=False)
         several = self._peers.size > 1
         failure = self._try_alone(token_ids.device) if several else None
         if failure is None:
@@ -75,6 +77,7 @@ class CompiledLoss:
         if failure is None:
             return compiled
         self._notice(f"not compiled, so steps take longer: {failure}")
+        self._works = False
         return self._forward.loss
 
     def _try(self, compiled: Loss, token_ids: Tensor, targets: Tensor) -> str | None:

@@ -20,16 +20,16 @@ RATE_WIDTH = 512
 full rate, and small enough that a product ends before another process takes the core."""
 
 
-def flops_per_token(config: GPTConfig) -> float:
+def flops_per_token(config: GPTConfig, window: int | None = None) -> float:
     """Number of operations that the forward and backward passes need for one token, in a window of
-    the context length. A multiplication and an addition count as two.
+    `window` positions (default: the context length). A multiplication and an addition count as two.
 
     With M elements in the matrices of blocks and head, L layers, H heads of width D and T
     positions: 6 M + 12 L H D (T + 1) / 2, because a position sees (T + 1) / 2 on average. With
     sliding windows it sees fewer.
     """
     matrices = count_elements(config).block_matrices + config.vocab_size * config.d_model
-    length = config.context_length
+    length = window or config.context_length
     attention = attention_operations(config) * seen_pairs(config, length) / length
     return 3 * (2 * matrices + attention)
 

@@ -162,17 +162,6 @@ def test_short_text_is_refused_with_its_numbers(
         require_window(prepared, 32)
 
 
-def test_eighty_kilobytes_suffice_for_the_smallest_preset(tmp_path: Path) -> None:
-    path = tmp_path / "notes.md"
-    path.write_text(story(2_000))
-    assert 70_000 < path.stat().st_size < 90_000
-    start = PRESETS["tiny"]
-    prepared = prepare(
-        open_text((str(path),)), tmp_path / "data", vocab_size=start.recipe.vocab_size
-    )
-    require_window(prepared, start.config(prepared.tokenizer.vocab_size).context_length)
-
-
 def test_shards_need_the_tokenizer_that_wrote_them(tmp_path: Path) -> None:
     prepare(text_of(story(400)), tmp_path / "data")
     text = open_text((str(tmp_path / "data"),))

@@ -23,6 +23,7 @@ from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.checkpoint.run_folder import HISTORY, checkpoints_in
 from logitd.model.data.errors import DataError
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
+from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.events import (
     Evaluated,
     Event,
@@ -34,6 +35,7 @@ from logitd.model.training.events import (
     Started,
     line,
 )
+from logitd.model.training.optim import schedule
 from logitd.model.training.recording import recorder
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
@@ -139,6 +141,23 @@ def test_run_learns_and_writes_its_files(configure: Configure) -> None:
     assert all(line(event) for event in events)
 
 
+def test_context_of_a_preset_fits_a_short_text(configure: Configure, tmp_path: Path) -> None:
+    """The validation text is shorter than the preset's context. A step has as many tokens."""
+    text = tmp_path / "short.txt"
+    text.write_text(story(150))
+    short = {"data": (str(text),), "steps": 1}
+    events: list[Event] = []
+    result = train(configure(**short, context_length=None, batch_size=None), events.append)
+    preset = PRESETS["tiny"]
+    context = read_checkpoint(result.checkpoint).shape.context_length
+    assert 128 <= context < preset.shape["context_length"]
+    assert result.tokens == preset.recipe.batch_size * preset.shape["context_length"]
+    told = "\n".join(event.message for event in events if isinstance(event, Noticed))
+    assert f"the context has {context} positions instead of" in told
+    with pytest.raises(DataError, match="a window needs 1025"):
+        train(configure(**short, context_length=1024, out=tmp_path / "given"))
+
+
 def test_card_describes_the_run(configure: Configure) -> None:
     result = train(configure(data_licence="CC0", prompts=("the cat ", "a dog", "```")))
     card = (result.checkpoint / "README.md").read_text()
@@ -160,11 +179,14 @@ def test_card_describes_the_run(configure: Configure) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_stopped_and_resumed_run_has_the_bits_of_one_run(
-    configure: Configure, tmp_path: Path, dtype: str
+    configure: Configure, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is stopped twice by Ctrl-C, between two checkpoints and between two reports. Dropout
-    draws random numbers, and the three runs evaluate and sample at different times."""
+    """The run is stopped twice by Ctrl-C, between two checkpoints and between two reports, once
+    before and once after its windows become longer. Dropout draws random numbers, and the three
+    runs evaluate and sample at different times."""
+    monkeypatch.setattr(schedule, "SHORTEST", 4)
     shared = {
+        "short_windows": 0.5,
         "dropout": 0.1,
         "dtype": dtype,
         "accumulate": 2,
@@ -172,7 +194,11 @@ def test_stopped_and_resumed_run_has_the_bits_of_one_run(
         "clip": 1.0,
         "log_every": 5,
     }
-    train(configure(out=tmp_path / "straight", **shared))
+    told: list[Event] = []
+    train(configure(out=tmp_path / "straight", **shared), told.append)
+    assert "from step 7 on, windows have 32 tokens instead of 8" in [
+        event.message for event in told if isinstance(event, Noticed)
+    ]
     one = configure(out=tmp_path / "broken", **shared)
     assert _train_until(3, one).reason == "interrupted"
     resume = TrainingConfig(out=one.out, resume=True, sample_tokens=2)

@@ -35,14 +35,13 @@ from logitd.model.training.configuration.config import TrainingConfig, TrainingE
 from logitd.model.training.configuration.resolve import ResolvedTraining, resolve
 from logitd.model.training.events import Event, Noticed
 from logitd.model.training.setup import measure
-from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.trainer import train
 from logitd.model.transformer.size import count_elements
 from tests.model.conftest import story
 
 CANDIDATES = {size: resolve_size(TrainingConfig(), size) for size in SIZES}
 MODELS = {size: candidate.model for size, candidate in CANDIDATES.items()}
-FLOPS = {size: flops_per_token(model) for size, model in MODELS.items()}
+FLOPS = {size: candidate.operations_per_token for size, candidate in CANDIDATES.items()}
 MATRICES = {size: count_elements(model).block_matrices for size, model in MODELS.items()}
 ONE_CORE = 7.2e10
 """Training speed, in operations per second, of the core on which the sizes were compared: 1.84
@@ -52,7 +51,7 @@ million tokens of 6.7 million operations each in 170 s."""
 def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
     """The choice for a machine with one rate for all sizes, without measuring."""
     return search(
-        seconds, CANDIDATES, lambda run: operations / flops_per_token(run.model), lambda: 0.0
+        seconds, CANDIDATES, lambda run: operations / run.operations_per_token, lambda: 0.0
     )
 
 
@@ -98,7 +97,7 @@ def test_measured_speed_overrides_the_expected_one() -> None:
     # A machine that is slow with all sizes except the first.
     def measure(run: ResolvedTraining) -> float:
         fast = ONE_CORE * (20 if run is CANDIDATES[FIRST_MEASURED] else 0.5)
-        return fast / flops_per_token(run.model)
+        return fast / run.operations_per_token
 
     choice = search(600, CANDIDATES, measure, lambda: 0.0)
     assert len(choice.speeds) >= 2
@@ -111,7 +110,7 @@ def test_measuring_stays_within_its_share() -> None:
 
     def take(run: ResolvedTraining) -> float:
         nonlocal now
-        speed = 1e12 / flops_per_token(run.model)
+        speed = 1e12 / run.operations_per_token
         spent.append(4 * run.tokens_per_step / speed)
         now += spent[-1] + 1.0  # building a model takes a second
         return speed
@@ -261,10 +260,11 @@ def test_recipe_of_a_long_text_has_these_values() -> None:
     recipe, model = training.recipe, training.model
     rates = (recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr, recipe.scalar_lr)
     assert rates == (0.035, 0.1, 0.004, 0.01)
-    assert (recipe.weight_decay, recipe.vocab_size, recipe.batch_size) == (0.0, 1024, 8)
+    assert (recipe.weight_decay, recipe.vocab_size, recipe.batch_size) == (0.0, 1024, 2)
     assert (recipe.decay, recipe.cooldown, recipe.warmup, recipe.clip) == ("linear", 0.6, 0, 0.0)
     assert (model.dropout, model.value_embeddings, model.tied_head) == (0.0, "all", False)
-    assert (model.n_layer, model.d_model, model.context_length) == (4, 128, 256)
+    assert (model.n_layer, model.d_model, model.context_length) == (4, 128, 1024)
+    assert recipe.short_windows == 0.7
 
 
 def test_short_text_keeps_given_fields() -> None:

@@ -161,7 +161,7 @@ def test_recipe_is_gentle_unless_given(tune: Tune) -> None:
     recipe, _ = resolved(tune(steps=40, head_lr=0.5))
     assert recipe.matrix_lr == preset.matrix_lr / 10
     assert recipe.embedding_lr == preset.embedding_lr / 10
-    assert (recipe.head_lr, recipe.warmup) == (0.5, 2)
+    assert (recipe.head_lr, recipe.warmup, recipe.short_windows) == (0.5, 2, 0.0)
     assert recipe.optimizer == "muon"
     recipe, _ = resolved(tune(steps=40, warmup=0, lora=2, preset="small"))
     assert (recipe.optimizer, recipe.matrix_lr) == ("adamw", LORA_RATE)

@@ -9,7 +9,7 @@ from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.transformer.gpt import GPT
 
 TINY = PRESETS["tiny"].config(vocab_size=1024)
-SIZE = ("n_layer", "n_head", "d_model", "d_ff", "context_length", "head_dim")
+SIZE = ("n_layer", "n_head", "d_model", "d_ff", "head_dim")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -30,7 +30,8 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "nanogpt": {
         **{name: getattr(TINY, name) for name in SIZE}, "norm": "layernorm",
-        "positions": "learned", "activation": "gelu", "bias": False, "qkv_bias": False,
+        "context_length": 256, "positions": "learned", "activation": "gelu", "bias": False,
+        "qkv_bias": False,
         "tied_head": True, "qk_norm": False, "value_embeddings": False, "dropout": 0.0,
         "optimizer": "adamw", "decay": "cosine", "init": "gpt2", "matrix_lr": 2e-3,
         "batch_size": 4, "clip": 1.0,

@@ -55,6 +55,7 @@ def test_resolve_refuses_rotary_fields_with_other_positions() -> None:
         ({"optimizer": "adamw", "momentum": 0.1}, "momentum", "optimizer is adamw"),
         ({"positions": "learned", "rope_theta": 5.0}, "rope_theta", "positions is learned"),
         ({"warmup": 100, "steps": 6}, "warmup", "6 steps"),
+        ({"short_windows": 0.3, "context_length": 128}, "short_windows", "context_length of 128"),
     ],
 )
 def test_resolve_refuses_a_field_that_does_nothing(

@@ -13,7 +13,13 @@ from torch.optim import Muon
 from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.optim import muon
 from logitd.model.training.optim.optimizers import Optimizers, initialize, kind_of
-from logitd.model.training.optim.schedule import HEAD_STEPS, head_scale, lr_scale
+from logitd.model.training.optim.schedule import (
+    HEAD_STEPS,
+    Rewarming,
+    head_scale,
+    lr_scale,
+    window_length,
+)
 from logitd.model.training.step.forward import native_bfloat16
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.shapes import MODERN, gpt2_shape
@@ -178,6 +184,24 @@ def test_warmup_rises_to_the_peak() -> None:
     recipe = replace(RECIPE, decay="constant", warmup=4)
     shares = [lr_scale(recipe, step, 0.0) for step in range(6)]
     assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("context_length", "done", "expected"),
+    [(2048, 0.0, 512), (2048, 0.59, 512), (2048, 0.6, 2048), (256, 0.0, 128), (100, 0.0, 100)],
+)
+def test_short_windows_have_a_quarter_of_the_context_but_no_fewer_than_128_positions(
+    context_length: int, done: float, expected: int
+) -> None:
+    recipe = replace(RECIPE, short_windows=0.6)
+    assert window_length(recipe, context_length, done) == expected
+
+
+def test_windows_stay_long_where_they_are_not_short_at_first() -> None:
+    """An extended run has completed a smaller share than before, but has seen long windows."""
+    extended = Rewarming(done=0.2, scale=0.1, span=0.05)
+    assert window_length(replace(RECIPE, short_windows=0.6), 2048, 0.2, extended) == 2048
+    assert window_length(replace(RECIPE, short_windows=0.0), 2048, 0.0) == 2048
 
 
 @pytest.mark.parametrize(

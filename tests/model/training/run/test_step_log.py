@@ -7,7 +7,7 @@ from logitd.model.training.run.step_log import StepLog
 
 
 def _add_step(log: StepLog) -> None:
-    log.add(loss=torch.ones(()), norm=torch.ones(()), lr_scale=1.0, tokens=100)
+    log.add(loss=torch.ones(()), norm=torch.ones(()), lr_scale=1.0, tokens=100, operations=1.0)
 
 
 def test_setup_of_a_resumed_run_does_not_count_in_the_speed(
@@ -15,10 +15,10 @@ def test_setup_of_a_resumed_run_does_not_count_in_the_speed(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("logitd.model.training.run.step_log.time.monotonic", lambda: clock[0])
-    log = StepLog(1.0, 1.0)
+    log = StepLog(1.0)
     _add_step(log)
     clock[0] = 2.0
-    resumed = StepLog(1.0, 1.0)
+    resumed = StepLog(1.0)
     resumed.restore(log.state())
     clock[0] = 60.0  # set-up
     resumed.start()
@@ -32,8 +32,14 @@ def test_setup_of_a_resumed_run_does_not_count_in_the_speed(
 
 
 def test_loss_of_a_report_is_the_mean_of_its_own_steps() -> None:
-    log = StepLog(1.0, 1.0)
+    log = StepLog(1.0)
     for losses, mean in (([6.0, 4.0], 5.0), ([1.0], 1.0)):
         for loss in losses:
-            log.add(loss=torch.tensor(loss), norm=torch.ones(()), lr_scale=1.0, tokens=100)
+            log.add(
+                loss=torch.tensor(loss),
+                norm=torch.ones(()),
+                lr_scale=1.0,
+                tokens=100,
+                operations=1.0,
+            )
         assert log.take().loss == mean

@@ -66,7 +66,13 @@ def test_flops_of_gpt2_small_are_as_published() -> None:
 def test_report_has_the_share_of_the_measured_rate() -> None:
     rate = machine_rate(Placement(torch.device("cpu"), torch.float32, 1))
     assert rate > 1e8
-    log = StepLog(2e6, rate)
-    log.add(loss=torch.tensor(1.0), norm=torch.tensor(1.0), lr_scale=1.0, tokens=250)
+    log = StepLog(rate)
+    log.add(
+        loss=torch.tensor(1.0),
+        norm=torch.tensor(1.0),
+        lr_scale=1.0,
+        tokens=250,
+        operations=250 * 2e6,
+    )
     figures = log.take()
     assert figures.matrix_share == pytest.approx(figures.tokens_per_second * 2e6 / rate)
