@@ -229,9 +229,10 @@ def test_two_processes_continue_where_one_stopped(text: Path) -> None:
 
 
 def test_batch_is_divided_if_accumulation_is_not(text: Path) -> None:
-    """One process computes 8 sequences in one pass; two processes compute 4 each. The tokens are
-    the same, but sums are computed in a different order."""
+    """One process computes 8 sequences in one pass; two processes compute 4 each, or twice as many
+    while windows are short. The tokens are the same, but sums are computed in a different order."""
     given = {"batch_size": 8, "accumulate": 1, "dropout": 0.0, "steps": 4}
+    given |= {"context_length": 256, "short_windows": 0.5}
     one, two = configuration(text, "one", **given), configuration(text, "two", **given)
     train(one)
     code, _, err = Forked(two).finish()

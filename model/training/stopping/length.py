@@ -28,8 +28,8 @@ class Counters:
     """Progress of a run, over all commands that trained it.
 
     seconds      wall-clock time
-    setup        part of `seconds` spent before the second step of each command: text, measuring,
-                 compiling
+    setup        part of `seconds` spent before the second step of each command, and on the first
+                 step with longer windows: text, measuring, compiling
     ending       seconds reserved for saving the last step
     pace         seconds of a recent step, without the tasks between steps; 0 if unknown
     ending_pace  the pace when `ending` was measured; 0 if unknown
@@ -49,7 +49,7 @@ class Counters:
 
     def stepped(self, seconds: float, tokens: int, *, warm: bool) -> "Counters":
         """Count a step that ended at `seconds`. Its time counts toward the pace only if the step
-        is `warm`, which means that it is not the first step of a command."""
+        is `warm`, which means that it is not the first of a command or with longer windows."""
         took, pace = seconds - self.seconds, self.pace
         if warm:
             pace += (took - pace) / max(WINDOW, self.step / WINDOW) if pace else took
