@@ -251,10 +251,10 @@ class Trainer:
         self.window = window
         # 1) Compute the gradients of this process's batches. Dropout depends only on the sequence.
         loss = torch.zeros((), device=device)
-        share = model.context_length // window  # windows in place of one of the context length
+        pieces = model.context_length // window  # windows in place of one of the context length
         for first in batch.batches(self.counters.step):
             inputs, targets = self.batches.batch(
-                first * share, batch.batch_size * share, window
+                first * pieces, batch.batch_size * pieces, window
             )  # (B, T) each
             torch.manual_seed(noise_seed(recipe.seed, first))
             part_loss = self.loss(to_device(inputs, device), to_device(targets, device))
@@ -268,7 +268,7 @@ class Trainer:
         by_steps = 1 / self.length.steps if self.length.steps else 0.0
         self.average.follow(max(done - self.done_before, by_steps))
         # 3) Count. The loss stays on the device until a report is due.
-        tokens = batch.total * share * window
+        tokens = batch.total * pieces * window
         operations = tokens * flops_per_token(model, window)
         self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens, operations=operations)
         self.counters = self.counters.stepped(self._now(), tokens, warm=warm)
