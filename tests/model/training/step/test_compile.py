@@ -78,20 +78,23 @@ def test_auto_compiles_only_on_cuda(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_graph_computes_the_same_without_drawing() -> None:
-    """Only torch's tracing runs, without the C compiler."""
+    """Only torch's tracing runs, without the C compiler. The loss is compiled for each length of
+    the windows."""
     gpt, ids, targets = _small(dropout=0.1)
     gpt.train()
     forward = Forward(gpt, EXACT, dropout=0.1)
     notices: list[str] = []
     compiled = CompiledLoss(forward, notices.append, backend="aot_eager")
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(forward.loss(ids, targets), forward.parameters())
-    torch.manual_seed(3)
-    found = torch.autograd.grad(compiled(ids, targets), forward.parameters())
-    assert len(notices) == 1
-    assert notices[0].startswith("compiling")
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other)
+    for length, compilations in ((4, 1), (16, 2), (4, 2)):
+        window, its_targets = ids[:, :length], targets[:, :length]
+        torch.manual_seed(3)
+        expected = torch.autograd.grad(forward.loss(window, its_targets), forward.parameters())
+        torch.manual_seed(3)
+        found = torch.autograd.grad(compiled(window, its_targets), forward.parameters())
+        assert len(notices) == compilations
+        assert all(notice.startswith("compiling") for notice in notices)
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other)
 
 
 @pytest.mark.slow
@@ -107,8 +110,9 @@ def test_failed_compiler_leaves_training_eager_with_one_notice(
     forward = Forward(gpt, EXACT, dropout=0.0)
     notices: list[str] = []
     compiled = CompiledLoss(forward, notices.append, backend=broken)
-    for _ in range(2):
-        assert torch.equal(compiled(ids, targets), forward.loss(ids, targets))
+    for length in (4, 4, 16):
+        window, its_targets = ids[:, :length], targets[:, :length]
+        assert torch.equal(compiled(window, its_targets), forward.loss(window, its_targets))
     assert len(notices) == 2
     assert notices[0].startswith("compiling")
     assert notices[1].startswith("not compiled")
