@@ -43,7 +43,14 @@ class Recipe:
     """
 
     steps: Annotated[Steps, Field(description="optimizer steps")]
-    batch_size: Annotated[int, Field(ge=1, description="sequences in a forward pass")]
+    batch_size: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="sequences in a forward pass (default: the preset's number, or, "
+            "with another context length, as many tokens)",
+        ),
+    ]
     accumulate: Annotated[int, Field(ge=1, description="forward passes in a step")] = 1
     optimizer: Annotated[
         Optimizer, Field(description="optimizer of the block matrices; AdamW updates the rest")

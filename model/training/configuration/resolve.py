@@ -221,6 +221,9 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
                 "--exportable: the checkpoint's shape cannot be exported, and fine-tuning cannot "
                 "change it: " + "; ".join(map(str, found))
             )
+    if "batch_size" not in given:
+        tokens = preset.recipe.batch_size * preset.shape["context_length"]
+        recipe = replace(recipe, batch_size=max(1, tokens // model.context_length))
     resolved = ResolvedTraining(
         config=config, recipe=recipe, model=model, lora=lora, base=base, rewarming=rewarming
     )

@@ -163,6 +163,8 @@ def test_recipe_is_gentle_unless_given(tune: Tune) -> None:
     assert recipe.embedding_lr == preset.embedding_lr / 10
     assert (recipe.head_lr, recipe.warmup, recipe.short_windows) == (0.5, 2, 0.0)
     assert recipe.optimizer == "muon"
+    recipe, model = resolved(tune(batch_size=None))
+    assert recipe.batch_size == 2048 // model.context_length
     recipe, _ = resolved(tune(steps=40, warmup=0, lora=2, preset="small"))
     assert (recipe.optimizer, recipe.matrix_lr) == ("adamw", LORA_RATE)
     assert (recipe.weight_decay, recipe.warmup) == (0.0, 0)

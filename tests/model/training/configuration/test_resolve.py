@@ -28,6 +28,14 @@ def test_resolve_takes_missing_fields_from_the_preset() -> None:
     assert model.vocab_size == 300
 
 
+def test_batches_of_another_context_have_as_many_tokens() -> None:
+    """A preset with few sequences and a long context once trained on 128 tokens in a step if a
+    short context was set."""
+    for context, batch in ((1024, 2), (64, 32), (96, 21), (4096, 1)):
+        assert resolve(TrainingConfig(context_length=context)).recipe.batch_size == batch
+    assert resolve(TrainingConfig(context_length=64, batch_size=3)).recipe.batch_size == 3
+
+
 def test_final_norm_follows_the_norm_position_unless_given() -> None:
     for norm_position, given, final in (
         *(("pre", None, True), ("post", None, False)),
