@@ -255,16 +255,18 @@ def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
 def fit_context(
     training: ResolvedTraining, given: Collection[str], tokens: int
 ) -> ResolvedTraining:
-    """The run with a context that `tokens` tokens fill. The context is halved, and the sequences of
-    a batch doubled, down to SHORTEST positions. The shape of a base and `given` fields stay."""
+    """The run with a context that `tokens` tokens fill. The context is halved down to SHORTEST
+    positions, and a batch keeps its tokens. The shape of a base and `given` fields stay."""
     model, recipe = training.model, training.recipe
     if training.base is not None or "context_length" in given:
         return training
-    while tokens <= model.context_length > SHORTEST:
-        model = replace(model, context_length=model.context_length // 2)
-        if "batch_size" not in given:
-            recipe = replace(recipe, batch_size=2 * recipe.batch_size)
-    return replace(training, model=model, recipe=recipe)
+    context = model.context_length
+    while tokens <= context > SHORTEST:
+        context //= 2
+    if "batch_size" not in given:
+        batch = recipe.batch_size * model.context_length // context
+        recipe = replace(recipe, batch_size=batch)
+    return replace(training, model=replace(model, context_length=context), recipe=recipe)
 
 
 def _refuse_texts(given: Mapping[str, Any]) -> None:
